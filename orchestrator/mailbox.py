@@ -1,0 +1,33 @@
+"""Updates on their way to one client; deltas it has not fetched yet are joined into one."""
+
+import asyncio
+
+from orchestrator.request import Delta, Update
+
+
+class Mailbox:
+    """Holds at most the request's own tokens and one last update."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._last: Update | None = None
+        self._filled = asyncio.Event()
+
+    def put(self, update: Update) -> None:
+        """Add an update; after one that is not a Delta nothing more comes."""
+        if isinstance(update, Delta):
+            self._tokens.extend(update.tokens)
+        else:
+            self._last = update
+        self._filled.set()
+
+    async def get(self) -> Update:
+        """All new tokens, or when there are none, the last update."""
+        await self._filled.wait()
+        if self._tokens:
+            delta, self._tokens = Delta(tuple(self._tokens)), []
+            if self._last is None:
+                self._filled.clear()
+            return delta
+        assert self._last is not None, "a filled mailbox holds something"
+        return self._last

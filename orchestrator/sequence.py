@@ -1,0 +1,155 @@
+"""One sequence being served: committed tokens, the draft tree after them, what is in flight."""
+
+from dataclasses import dataclass, field
+
+from orchestrator.lookup import NgramIndex
+from orchestrator.request import FinishReason, Mode, Request, Stats, Stopper
+from protos.draft_tree import DraftTree, Ids, Node
+from protos.messages import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """What of a sequence is in the step now running: its frontier then, and the guesses."""
+
+    step: int
+    frontier: int
+    end: int
+    nodes: tuple[Node, ...]
+    wanted: int
+    clamp: str
+
+    @property
+    def is_prefill(self) -> bool:
+        """True if the Extend stops short of the committed tokens and gets no verdict."""
+        return self.end < self.frontier
+
+
+@dataclass(slots=True)
+class Drafting:
+    """One opening of the sequence at a drafter."""
+
+    drafter: int
+    opening: int
+    ids: Ids
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a verdict led to: the tokens that became visible, and whether they end the sequence."""
+
+    tokens: tuple[int, ...]
+    accepted: int
+    hit: bool
+    finish: FinishReason | None
+
+
+@dataclass(slots=True)
+class Sequence:
+    """The owner of one sequence's state. Only the core and its desks call its methods.
+
+    `cached` committed rows are in the target's cache once `keep`, the nodes of the last Extend
+    that became committed, have been moved. `waiting_since` is when it last became runnable.
+    """
+
+    seq: int
+    request: Request
+    mode: Mode
+    target: int
+    stopper: Stopper
+    tokens: list[int]
+    limit: int
+    tree: DraftTree
+    deadline: float
+    lookup: NgramIndex | None = None
+    opened: bool = False
+    cached: int = 0
+    keep: tuple[int, ...] = ()
+    flight: Flight | None = None
+    drafting: Drafting | None = None
+    openings: int = 0
+    waiting_since: float = 0.0
+    last_step: int = 0
+    histogram: list[int] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+    hits: int = 0
+    cut: int = 0
+    wait_s: float = 0.0
+    degraded: bool = False
+
+    @property
+    def frontier(self) -> int:
+        """Number of committed tokens; the root is at `frontier - 1`."""
+        return len(self.tokens)
+
+    @property
+    def pending(self) -> int:
+        """Committed rows the target has yet to compute, the root included."""
+        return len(self.tokens) - self.cached
+
+    @property
+    def room(self) -> int:
+        """Guesses that can still be of use: one token of the limit is the target's own."""
+        return self.limit - len(self.tokens) - 1
+
+    @property
+    def rounds(self) -> int:
+        return sum(self.histogram)
+
+    def reconcile(self, verdict: Verdict) -> Committed:
+        """Commit what the verdict decided, up to a stop, and move the root of the tree."""
+        flight = self.flight
+        assert flight is not None and verdict.start == flight.frontier, "a verdict fits its flight"
+        walk = [flight.nodes[i] for i in verdict.walk]
+        tokens, finish = self._until_stop([n.token for n in walk] + [verdict.next_token])
+        kept = min(len(walk), len(tokens))
+        below = walk[-1].children if walk else self.tree.children
+        hit = kept == len(walk) and len(tokens) > kept and verdict.next_token in below
+        self._commit(tokens)
+        self.keep = verdict.walk[:kept]
+        self.cached = flight.frontier + kept
+        self.flight = None
+        self._record(len(flight.nodes), len(walk), hit)
+        self.cut += len(walk) + 1 - len(tokens)
+        return Committed(tuple(tokens), len(walk), hit, finish)
+
+    def stats(self) -> Stats:
+        """The account of this sequence up to now."""
+        return Stats(
+            rounds=self.rounds,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            hits=self.hits,
+            cut=self.cut,
+            histogram=tuple(self.histogram),
+            wait_s=self.wait_s,
+            degraded=self.degraded,
+        )
+
+    def forget_target(self) -> None:
+        """The target lost all it held: open anew, compute every committed row again."""
+        self.opened, self.cached, self.keep, self.flight = False, 0, (), None
+
+    def _until_stop(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
+        for count, token in enumerate(tokens, start=1):
+            if self.stopper.push(token):
+                return tokens[:count], FinishReason.STOP
+            if len(self.tokens) + count >= self.limit:
+                return tokens[:count], FinishReason.LENGTH
+        return tokens, None
+
+    def _commit(self, tokens: list[int]) -> None:
+        self.tokens.extend(tokens)
+        self.tree.advance(tokens)
+        if self.drafting is not None:
+            self.drafting.ids.reconcile(self.tree)
+        if self.lookup is not None:
+            self.lookup.extend(tokens)
+
+    def _record(self, drafted: int, accepted: int, hit: bool) -> None:
+        self.histogram.extend([0] * (accepted + 1 - len(self.histogram)))
+        self.histogram[accepted] += 1
+        self.drafted += drafted
+        self.accepted += accepted
+        self.hits += hit
