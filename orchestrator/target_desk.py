@@ -89,7 +89,7 @@ class TargetDesk:
         """Free the sequence with the next step of its target."""
         target = self.targets.get(seq.target)
         if target is not None and seq.opened:
-            target.closes.append(StepClose(seq.seq, () if seq.flight else seq.keep))
+            target.closes.append(StepClose(seq.seq, seq.keep))
 
     def landed(self, index: int, stepped: Stepped) -> bool:
         """Take note that a step has ended; False if it is none of ours."""
