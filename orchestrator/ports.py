@@ -1,6 +1,6 @@
 """What the runtime needs of the outside world, as Protocols."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Protocol
 
 from orchestrator.request import Request, Update
@@ -33,7 +33,7 @@ class WorkerPort(Protocol):
 class Generations(Protocol):
     """What the edge needs of the orchestrator."""
 
-    def generate(self, request: Request) -> AsyncIterator[Update]:
+    def generate(self, request: Request) -> AsyncGenerator[Update, None]:
         """Serve a request. The last update is Finished or Refused; closing the iterator cancels."""
 
     async def drain(self, timeout_s: float) -> None:

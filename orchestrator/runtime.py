@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -144,7 +144,7 @@ class Runtime:
 
     # Requests
 
-    async def generate(self, request: Request) -> AsyncIterator[Update]:
+    async def generate(self, request: Request) -> AsyncGenerator[Update, None]:
         """Serve a request. The last update is Finished or Refused; closing the iterator cancels."""
         if request.request_id in self._mailboxes:
             yield Refused(Refusal.DUPLICATE, f"request {request.request_id!r} is being served")

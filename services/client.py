@@ -1,0 +1,139 @@
+"""An asynchronous client of the public API; imports neither a model nor a tokenizer.
+
+Every call is cancelled in a `finally`, so a caller that stops listening stops the generation.
+"""
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import grpc
+
+from protos.paceline.v1 import generation_pb2 as pb
+from protos.paceline.v1 import generation_pb2_grpc as pb_grpc
+from services import errors
+
+Event = pb.Started | pb.Delta | pb.Finished
+Prompt = str | Sequence[int] | pb.Chat
+ModeName = Literal["off", "sync", "async"]
+
+MAX_MESSAGE_BYTES = 16 * 1024 * 1024
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    # Not more often than the server's `min_ping_s` allows.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+_MODES = {
+    None: pb.SPECULATION_MODE_UNSPECIFIED,
+    "off": pb.SPECULATION_MODE_OFF,
+    "sync": pb.SPECULATION_MODE_SYNC,
+    "async": pb.SPECULATION_MODE_ASYNC,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to ask for besides the prompt; None leaves the choice to the server."""
+
+    temperature: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    mode: ModeName | None = None
+    k: int | None = None
+    resumed_tokens: tuple[int, ...] = ()
+    model: str = ""
+    model_revision: str = ""
+    request_id: str = ""
+
+
+def request_of(prompt: Prompt, options: Options) -> pb.GenerateStreamRequest:
+    """The request message. Raises InvalidRequest for a value that no such message can hold."""
+    try:
+        request = pb.GenerateStreamRequest(
+            request_id=options.request_id,
+            model=options.model,
+            model_revision=options.model_revision,
+            sampling=pb.Sampling(temperature=options.temperature, seed=options.seed),
+            stopping=_stopping(options),
+            resumed_tokens=options.resumed_tokens,
+            speculation=pb.Speculation(mode=_MODES[options.mode], k=options.k),
+        )
+        if isinstance(prompt, str):
+            request.text = prompt
+        elif isinstance(prompt, pb.Chat):
+            request.chat.CopyFrom(prompt)
+        else:
+            request.token_ids.CopyFrom(pb.TokenIds(ids=prompt))
+    except ValueError as error:
+        raise errors.InvalidRequest("", str(error)) from error
+    return request
+
+
+class Client:
+    """A connection to one server; use it as an async context manager, or close it."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        self._stub = pb_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End the connection and every stream on it."""
+        await self._channel.close()
+
+    def generate_stream(
+        self, prompt: Prompt, options: Options | None = None, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """Events of one completion. Close it (`contextlib.aclosing`) to stop early.
+
+        Raises RequestFailed: InvalidRequest with its field, Overloaded and Unavailable with
+        `retry_s`, and the others of services.errors.
+        """
+        return self.stream(request_of(prompt, options or Options()), timeout_s=timeout_s)
+
+    async def stream(
+        self, request: pb.GenerateStreamRequest, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """As `generate_stream`, for a request message."""
+        call = self._stub.GenerateStream(request, timeout=timeout_s)
+        try:
+            async for response in call:
+                yield _event(response)
+        except grpc.aio.AioRpcError as error:
+            raise errors.from_call(error) from error
+        finally:
+            call.cancel()
+
+
+def _event(response: pb.GenerateStreamResponse) -> Event:
+    match response.WhichOneof("event"):
+        case "started":
+            return response.started
+        case "delta":
+            return response.delta
+        case "finished":
+            return response.finished
+        case _:
+            raise errors.ServerFault("the server sent an event this client does not know")
+
+
+def _stopping(options: Options) -> pb.Stopping:
+    return pb.Stopping(
+        max_tokens=options.max_tokens,
+        stop_strings=options.stop,
+        stop_token_ids=options.stop_token_ids,
+        ignore_eos=options.ignore_eos,
+        include_stop_str_in_output=options.include_stop,
+    )

@@ -1,0 +1,42 @@
+"""Tokenizers and a served model that every test of the edge shares."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from platformdirs import user_cache_path
+
+from services.tokenizer import Tokenizer, load_tokenizer
+from services.translate import Served
+from tests.unit.services.tiny_folder import byte_level_folder, sentencepiece_folder
+
+settings.register_profile("patient", deadline=None)  # a busy machine is not a failure
+settings.load_profile("patient")
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return byte_level_folder(tmp_path_factory.mktemp("byte_level"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(folder: Path) -> Tokenizer:
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="session")
+def sentencepiece(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return load_tokenizer(sentencepiece_folder(tmp_path_factory.mktemp("sentencepiece")))
+
+
+@pytest.fixture(scope="session")
+def served(tokenizer: Tokenizer) -> Served:
+    return Served(name="tiny", revision="r1", max_context=64, tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="session")
+def small_model() -> Tokenizer:
+    path = user_cache_path("paceline") / "models" / "smollm2-135m"
+    if not (path / "tokenizer.json").is_file():
+        pytest.skip("the small model is not here; fetch it with `paceline pull smollm2-135m`")
+    return load_tokenizer(path)

@@ -1,0 +1,121 @@
+"""The events of a response stream: in order, text and ids together, figures that add up."""
+
+import hashlib
+import struct
+
+import pytest
+
+from orchestrator.request import Delta, Finished, FinishReason, Refusal, Refused, Request, Stats
+from protos.messages import Sampling
+from protos.paceline.v1 import generation_pb2 as pb
+from services.errors import Overloaded, Unavailable
+from services.replies import Answer, finished, prompt_hash, started
+from services.translate import Served
+from tests.unit.services.tiny_folder import id_of
+
+STATS = Stats(rounds=4, drafted=10, accepted=6, hits=3, histogram=(1, 1, 1, 1), wait_s=0.5)
+
+
+def letters(served: Served, text: str) -> tuple[int, ...]:
+    return tuple(id_of(served.tokenizer.library, letter) for letter in text)
+
+
+def request(served: Served, **changes: object) -> Request:
+    return Request("r", (10, 11), 20, **changes)  # type: ignore[arg-type]
+
+
+def test_the_first_event_says_what_applies(served: Served) -> None:
+    sampled = request(served, sampling=Sampling(temperature=0.5, seed=8))
+    assert started(sampled, served).started == pb.Started(
+        request_id="r",
+        model="tiny",
+        model_revision="r1",
+        sampling=pb.Sampling(temperature=0.5, seed=8),
+        rule=pb.RULE_MATCH,
+        prompt_tokens=2,
+        prompt_hash=hashlib.sha256(struct.pack("<2i", 10, 11)).hexdigest(),
+        max_tokens=20,
+    )
+    assert started(request(served), served).started.rule == pb.RULE_GREEDY
+
+
+def test_started_comes_once_and_first(served: Served) -> None:
+    answer = Answer(request(served), served, keep_stop=False)
+    kinds = [
+        event.WhichOneof("event")
+        for update in (Delta((10,)), Delta((11,)), Finished(FinishReason.STOP, STATS))
+        for event in answer.events(update)
+    ]
+    assert kinds == ["started", "delta", "delta", "finished"]
+
+
+def test_text_held_back_comes_before_the_end(served: Served) -> None:
+    answer = Answer(request(served, stop_strings=("END",)), served, keep_stop=False)
+    tokens = letters(served, "xEN")
+    _, first = answer.events(Delta(tokens))
+    assert (first.delta.text, tuple(first.delta.token_ids)) == ("x", tokens)
+    rest, last = answer.events(Finished(FinishReason.LENGTH, STATS))
+    assert (rest.delta.text, list(rest.delta.token_ids)) == ("EN", [])
+    assert last.finished.reason == pb.FINISH_REASON_LENGTH
+
+
+@pytest.mark.parametrize(("keep_stop", "text"), [(False, "x"), (True, "xEND")])
+def test_the_stop_string_is_left_out_unless_asked_for(
+    served: Served, keep_stop: bool, text: str
+) -> None:
+    answer = Answer(request(served, stop_strings=("END",)), served, keep_stop=keep_stop)
+    tokens = letters(served, "xEND")
+    events = answer.events(Delta(tokens)) + answer.events(Finished(FinishReason.STOP, STATS))
+    assert "".join(event.delta.text for event in events) == text
+    assert tuple(id for event in events for id in event.delta.token_ids) == tokens
+    assert events[-1].finished.usage.completion_tokens == 4
+
+
+def test_only_new_tokens_are_charged_for(served: Served) -> None:
+    resumed = request(served, resumed=letters(served, "ab"))
+    answer = Answer(resumed, served, keep_stop=False)
+    events = answer.events(Delta(letters(served, "cde")))
+    events += answer.events(Finished(FinishReason.STOP, STATS))
+    assert events[1].delta.text == "cde"
+    assert events[-1].finished.usage == pb.Usage(prompt_tokens=2, completion_tokens=3)
+
+
+def test_figures_are_ratios_of_sums(served: Served) -> None:
+    last = finished(Finished(FinishReason.STOP, STATS), prompt_tokens=2, sent_tokens=10).finished
+    assert last.speculation == pb.SpeculationStats(
+        num_spec_steps=4,
+        num_draft_tokens=10,
+        num_accepted_draft_tokens=6,
+        mean_acceptance_length=2.5,
+        draft_acceptance_rate=0.6,
+        acceptance_histogram=[1, 1, 1, 1],
+        num_hits=3,
+        hit_rate=0.75,
+    )
+    assert last.queue_s == 0.5
+    assert not last.degraded
+
+
+def test_ratios_of_nothing_are_unset(served: Served) -> None:
+    degraded = Finished(FinishReason.LENGTH, Stats(degraded=True))
+    last = finished(degraded, prompt_tokens=2, sent_tokens=0).finished
+    for ratio in ("mean_acceptance_length", "draft_acceptance_rate", "hit_rate"):
+        assert not last.speculation.HasField(ratio)
+    assert last.degraded
+    plain = Finished(FinishReason.LENGTH, Stats(rounds=3, histogram=(3,)))
+    speculation = finished(plain, prompt_tokens=2, sent_tokens=3).finished.speculation
+    assert speculation.mean_acceptance_length == 1
+    assert not speculation.HasField("draft_acceptance_rate")
+
+
+def test_a_refusal_and_a_fault_end_the_stream_with_an_error(served: Served) -> None:
+    answer = Answer(request(served), served, keep_stop=False)
+    with pytest.raises(Overloaded):
+        answer.events(Refused(Refusal.QUEUE_FULL, "64 requests wait"))
+    with pytest.raises(Unavailable, match="rank 1 is gone"):
+        answer.events(Finished(FinishReason.UNAVAILABLE, STATS, "rank 1 is gone"))
+
+
+def test_the_hash_tells_prompts_apart() -> None:
+    assert prompt_hash((1, 2)) != prompt_hash((2, 1))
+    assert prompt_hash((258,)) != prompt_hash((2, 1))
