@@ -60,6 +60,14 @@ class LocalPort:
         self._engine: EngineThread | None = None
         self._link: _LocalLink | None = None
 
+    async def start(self) -> None:
+        """Until the engine is built. Raises WorkerLost with its reason."""
+        if self._engine is None:
+            self._engine = EngineThread(self._build, self._limits, self._nice)
+        await asyncio.wait([asyncio.wrap_future(self._engine.ready)])
+        if (error := self._engine.ready.exception()) is not None:
+            raise WorkerLost(f"{self.name} could not be started: {error}") from error
+
     async def connect(self) -> None:
         """Open the link, again if need be. Raises WorkerLost, also while the engine is built."""
         await self.close()

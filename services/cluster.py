@@ -1,0 +1,150 @@
+"""Ray as Paceline uses it: started here or joined, workers placed on it, and all of it ended.
+
+No step passes through Ray: it places, finds and restarts workers.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Protocol, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from orchestrator.ports import WorkerLost
+from protos.host import Health, Place, Recipe
+from services.preflight import LaunchError
+
+# Ray's least; no tensor and no token travels through its store.
+STORE_BYTES = 80 * 2**20
+# A worker that dies more often than this is broken.
+MAX_RESTARTS = 100
+STOP_S = 10.0
+
+
+class WorkerActor(Protocol):
+    """What the actors of both worker packages offer."""
+
+    async def start(self, secret: str) -> str: ...
+
+    async def describe(self) -> Health: ...
+
+    async def stop(self) -> bool: ...
+
+
+@asynccontextmanager
+async def ray_running(address: str, num_cpus: int) -> AsyncIterator[None]:
+    """Ray with at least `num_cpus`, started here or joined at `address`. Raises LaunchError."""
+    starting = asyncio.ensure_future(asyncio.to_thread(_init, address, num_cpus))
+    try:
+        await asyncio.shield(starting)
+        yield
+    finally:
+        # An interrupted start has to end before it can be undone.
+        await asyncio.wait({starting})
+        await asyncio.to_thread(ray.shutdown)
+
+
+def _init(address: str, num_cpus: int) -> None:
+    here = not address
+    try:
+        ray.init(
+            address=address or "local",
+            num_cpus=num_cpus if here else None,
+            object_store_memory=STORE_BYTES if here else None,
+            include_dashboard=False if here else None,
+            namespace=f"paceline-{uuid.uuid4().hex}",
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = "start Ray here" if here else f"join Ray at {address}"
+        raise LaunchError(f"cannot {where}: {error}") from error
+
+
+@asynccontextmanager
+async def reserved(
+    cpus: Sequence[int], timeout_s: float, *, together: bool
+) -> AsyncIterator[PlacementGroup]:
+    """Room for one worker per number of `cpus`, `together` on one node. Raises LaunchError."""
+    bundles: list[dict[str, float]] = [{"CPU": float(count)} for count in cpus]
+    group = placement_group(bundles, strategy="STRICT_PACK" if together else "PACK")
+    try:
+        await _wait_for_room(group, timeout_s)
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+async def _wait_for_room(group: PlacementGroup, timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(group.ready(), timeout_s)
+    except TimeoutError:
+        needed = [bundle["CPU"] for bundle in group.bundle_specs]
+        have = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
+        raise LaunchError(
+            f"no room for the workers after {timeout_s:g} s: they need {needed} CPUs, the cluster"
+            f" has {have:g}; add nodes or lower tp, replicas or cores"
+        ) from None
+
+
+class Worker:
+    """One placed actor: it is found again after a restart, and stopped for good."""
+
+    def __init__(self, name: str, actor: ActorHandle[WorkerActor], secret: str) -> None:
+        self.name = name
+        self._actor = actor
+        self._secret = secret
+
+    async def start(self) -> None:
+        """Until it has loaded. Raises LaunchError with the worker's own reason."""
+        try:
+            await self._actor.start.remote(self._secret)
+        except RayTaskError as error:
+            raise LaunchError(f"{self.name} could not be started: {error.cause}") from error
+        except RayActorError as error:
+            raise LaunchError(f"{self.name} died while it started: {error}") from error
+
+    async def locate(self) -> str:
+        """Its present address. Raises WorkerLost."""
+        try:
+            return str(await self._actor.start.remote(self._secret))
+        except RayTaskError as error:
+            raise WorkerLost(f"{self.name} cannot load: {error.cause}") from error
+        except RayActorError as error:
+            raise WorkerLost(f"{self.name} is dead: {error}") from error
+
+    async def stop(self) -> None:
+        """End its session and engine, then its process; returns when Ray has seen it end."""
+        with suppress(RayActorError, RayTaskError, TimeoutError):
+            await asyncio.wait_for(self._actor.stop.remote(), STOP_S)
+        ray.kill(self._actor)
+        with suppress(RayActorError, TimeoutError):
+            await asyncio.wait_for(self._actor.describe.remote(), STOP_S)
+
+
+class Placer:
+    """Puts actors into the bundles of a group, in order; all share one secret."""
+
+    def __init__(self, group: PlacementGroup, secret: str) -> None:
+        self._group = group
+        self._secret = secret
+        self._next = 0
+
+    def place(self, actor: type, name: str, recipe: Recipe, place: Place) -> Worker:
+        """The next bundle's worker."""
+        index, self._next = self._next, self._next + 1
+        strategy = PlacementGroupSchedulingStrategy(self._group, index)
+        options: dict[str, object] = {
+            "num_cpus": self._group.bundle_specs[index]["CPU"],
+            "max_restarts": MAX_RESTARTS,
+            "max_task_retries": 0,
+            "scheduling_strategy": strategy,
+        }
+        placed: object = ray.remote(actor).options(**options).remote(recipe, place)
+        return Worker(name, cast(ActorHandle[WorkerActor], placed), self._secret)

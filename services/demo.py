@@ -1,0 +1,164 @@
+"""The demonstration: six prompts through the real server, plainly and with both speculations."""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, dataclass
+
+from rich.table import Table
+
+from protos.paceline.v1 import generation_pb2 as pb
+from services import terminal
+from services.client import Client, ModeName, Options
+from services.config import Config, load
+from services.demo_prompts import PROMPTS, Prompt
+from services.launch import launched
+from services.measure import Sample, Summary, summarise
+from services.pull import pull
+
+MODEL = "smollm2-135m"
+NAMES: dict[ModeName, str] = {"off": "plain", "sync": "synchronous", "async": "asynchronous"}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One mode's streams, prompt by prompt."""
+
+    mode: ModeName
+    samples: tuple[Sample, ...]
+
+    @property
+    def summary(self) -> Summary:
+        return summarise(self.samples)
+
+
+async def run_demo(max_tokens: int, *, as_json: bool) -> None:
+    """Fetch the model, serve it on this machine's cores, ask, and print one table."""
+    with terminal.stage_bars() as bars:
+        pull(MODEL, bars)
+    show = (lambda text: None) if as_json else terminal.stream
+    async with (
+        launched(_config(), terminal.err.print) as service,
+        Client(service.address) as client,
+    ):
+        results = [await _run(client, mode, max_tokens, show) for mode in NAMES]
+    different = differing(results)
+    if as_json:
+        terminal.out.print_json(json.dumps(_report(results, different)))
+    else:
+        _print(results, different, max_tokens)
+    if different:
+        raise SystemExit(1)
+
+
+def differing(results: Sequence[Result]) -> list[str]:
+    """The kinds of prompts whose answers are not the same tokens in every mode."""
+    answers = [[sample.tokens for sample in result.samples] for result in results]
+    return [
+        prompt.kind
+        for prompt, *tokens in zip(PROMPTS, *answers, strict=True)
+        if len(set(tokens)) > 1
+    ]
+
+
+async def ask(
+    client: Client, prompt: Prompt, options: Options, show: Callable[[str], None]
+) -> Sample:
+    """One streamed answer, timed; `show` gets its text as it comes."""
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content=prompt.text)])
+    sent = time.perf_counter()
+    first_s = 0.0
+    tokens: list[int] = []
+    spent = pb.SpeculationStats()
+    async with aclosing(client.generate_stream(chat, options)) as events:
+        async for event in events:
+            if isinstance(event, pb.Delta):
+                first_s = first_s or time.perf_counter() - sent
+                tokens.extend(event.token_ids)
+                show(event.text)
+            elif isinstance(event, pb.Finished):
+                spent = event.speculation
+    return Sample(
+        tokens=tuple(tokens),
+        first_s=first_s,
+        total_s=time.perf_counter() - sent,
+        rounds=spent.num_spec_steps,
+        accepted=spent.num_accepted_draft_tokens,
+        hits=spent.num_hits,
+    )
+
+
+async def _run(
+    client: Client, mode: ModeName, max_tokens: int, show: Callable[[str], None]
+) -> Result:
+    """All prompts in one mode; the plain answers are shown as they come."""
+    options = Options(max_tokens=max_tokens, mode=mode)
+    is_first = mode == "off"
+    samples = []
+    for prompt in PROMPTS:
+        if is_first:
+            show(f"\n[{prompt.kind}] {prompt.text}\n")
+        else:
+            terminal.err.print(f"{NAMES[mode]}: {prompt.kind}")
+        samples.append(await ask(client, prompt, options, show if is_first else _hide))
+    return Result(mode, tuple(samples))
+
+
+def _hide(text: str) -> None:
+    """Show nothing: the same text has been shown."""
+
+
+def _config() -> Config:
+    """The model served on all cores, drafted by itself: a perfect drafter, but no faster one."""
+    return load(
+        overrides=[
+            f"model.path={MODEL}",
+            f"drafter.0.path={MODEL}",
+            "server.grpc=127.0.0.1:0",
+            "server.health=127.0.0.1:0",
+            "server.http=",
+            "server.metrics=",
+        ]
+    )
+
+
+def _print(results: Sequence[Result], different: Sequence[str], max_tokens: int) -> None:
+    table = Table(title=f"{MODEL}, {len(PROMPTS)} prompts one after the other, greedy")
+    for column in ("", "tokens/s", "accepted length", "hit rate", "first token"):
+        table.add_column(column, justify="right" if column else "left")
+    for result in results:
+        total = result.summary
+        table.add_row(
+            NAMES[result.mode],
+            f"{total.tokens_per_s:.1f}",
+            f"{total.accepted_length:.2f}",
+            f"{total.hit_rate:.0%}",
+            f"{total.first_s * 1000:.0f} ms",
+        )
+    terminal.out.print()
+    terminal.out.print(table)
+    terminal.out.print(_machine(), f"at most {max_tokens} tokens each;")
+    terminal.out.print(
+        "the drafter here is the target itself: it shows the whole path at work, and cannot be "
+        "faster than plain decoding except where prompt lookup is."
+    )
+    verdict = "yes" if not different else f"NO: {', '.join(different)}"
+    terminal.out.print(f"identical output: {verdict}")
+
+
+def _report(results: Sequence[Result], different: Sequence[str]) -> dict[str, object]:
+    return {
+        "machine": _machine(),
+        "modes": {
+            NAMES[r.mode]: {**asdict(r.summary), "tokens_per_s": r.summary.tokens_per_s}
+            for r in results
+        },
+        "identical": not different,
+    }
+
+
+def _machine() -> str:
+    return f"{os.cpu_count()} CPU cores ({platform.machine()}), Python {platform.python_version()},"

@@ -1,0 +1,284 @@
+"""The composition root: checks a configuration, starts every part in order, ends them in reverse.
+
+Nothing is started before what cannot work was refused; what was started is ended, also when the
+start fails or is interrupted half way.
+"""
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import drafter_workers.config
+import target_workers.config
+from drafter_workers.config import GrowthConfig
+from orchestrator.config import CoreConfig
+from orchestrator.core import Core
+from orchestrator.k_policy import FixedK
+from orchestrator.ports import WorkerPort
+from orchestrator.request import Mode
+from orchestrator.runtime import Runtime
+from protos.host import Recipe, pin
+from services.config import Config
+from services.errors import ConfigError
+from services.plan import Plan, Seat, cache_tokens, share_out, tokens_per_sequence
+from services.preflight import LaunchError, Models, check, memory_bytes
+from services.server import Server
+from services.text import make_stopper
+from services.translate import Served
+from target_workers.model.config import ModelConfig, ModelError
+
+Say = Callable[[str], object]
+
+# The drafting methods by name, as `drafter_workers.methods` has them; that module needs torch.
+METHODS = ("small_model",)
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+WATCH_S = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked configuration and what it leaves open: seats, and the size of every cache."""
+
+    config: Config
+    models: Models
+    shapes: tuple[ModelConfig, ...]
+    plan: Plan
+    max_context: int
+    cache_tokens: int
+
+    def recipe(self, seat: Seat) -> Recipe:
+        """How the seat's engine is built, in its own process or here."""
+        name, settings = self._target() if seat == self.plan.target else self._drafter(seat)
+        vocab_hash = self.models.tokenizer.vocab_hash
+        return Recipe(name, {"config": settings, "vocab_hash": vocab_hash})
+
+    def _target(self) -> tuple[str, object]:
+        target = self.config.target
+        return "target_workers.forward:load_target", target_workers.config.TargetConfig(
+            path=str(self.models.target),
+            dtype=target.dtype,
+            exact=target.is_exact,
+            page_size=target.page_size,
+            num_pages=self.cache_tokens // target.page_size,
+            max_rows=self.config.limits.step_rows,
+            max_context=self.max_context,
+        )
+
+    def _drafter(self, seat: Seat) -> tuple[str, object]:
+        drafter = self.config.drafter[seat.group]
+        shape = self.shapes[1 + seat.group]
+        tree = self.config.speculation.shape == "tree"
+        return "drafter_workers.loading:load_drafter", drafter_workers.config.DrafterConfig(
+            path=str(self.models.drafters[seat.group]),
+            method=METHODS[0] if drafter.method == "auto" else drafter.method,
+            dtype=self.config.target.dtype,
+            num_slots=self.cache_tokens,
+            max_context=min(self.max_context, shape.max_context),
+            vocab_size=min(shape.vocab_size, self.shapes[0].vocab_size),
+            rank=drafter.rank,
+            growth=GrowthConfig(width=2 if tree else 1),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """What runs: where clients and probes reach it, and the orchestrator behind it."""
+
+    address: str
+    health_address: str
+    runtime: Runtime
+
+
+def prepare(config: Config) -> Prepared:
+    """Check all of it and decide what is left open. Raises ConfigError; starts nothing."""
+    models = check(config, METHODS)
+    here = not config.cluster.address
+    shapes = tuple(_shape(folder) for folder in (models.target, *models.drafters))
+    plan = share_out(config, _own_cores() if here else ())
+    max_context = min(config.limits.max_context, shapes[0].max_context)
+    each = tokens_per_sequence(config, max_context)
+    tokens = config.limits.max_sequences * each
+    if here:
+        holders = [shapes[0], *(shapes[1 + seat.group] for seat in plan.drafters)]
+        token_bytes = sum(_token_bytes(shape, config.target.dtype) for shape in holders)
+        tokens = cache_tokens(tokens, each, token_bytes, memory_bytes() - models.weights_bytes)
+    return Prepared(config, models, shapes, plan, max_context, tokens)
+
+
+@asynccontextmanager
+async def launched(config: Config, say: Say) -> AsyncIterator[Service]:
+    """Everything running and ready, for as long as the context lasts.
+
+    `say` hears a line for each stage. Raises ConfigError, and LaunchError once something started.
+    """
+    began = asyncio.get_running_loop().time()
+    prepared = await asyncio.to_thread(prepare, config)
+    for line in _decisions(prepared):
+        say(line)
+    async with AsyncExitStack() as stack:
+        target, drafters = await _start_workers(prepared, stack, say)
+        runtime = Runtime(_core(prepared), [target], drafters)
+        stack.push_async_callback(runtime.stop)
+        await runtime.start()
+        await _wait_ready(runtime, config.cluster.start_timeout_s)
+        server = Server(
+            _served(prepared, runtime), runtime, config.server, config.limits.max_request_s
+        )
+        stack.push_async_callback(server.stop)
+        await server.start()
+        needs_drafter = any(drafter.required for drafter in config.drafter)
+        await server.set_ready(is_ready=True)
+        watching = asyncio.create_task(_watch(server, runtime, needs_drafter=needs_drafter))
+        stack.callback(watching.cancel)
+        service = Service(
+            _address(config.server.grpc, server.port),
+            _address(config.server.health, server.health_port),
+            runtime,
+        )
+        took_s = asyncio.get_running_loop().time() - began
+        say(f"serving {config.model.served_name} at {service.address} after {took_s:.1f} s")
+        yield service
+
+
+async def serve(config: Config, say: Say) -> None:
+    """Serve until SIGINT or SIGTERM, then let streams end within the drain time.
+
+    A second signal cuts the drain short. No process is left either way.
+    """
+    task = asyncio.current_task()
+    assert task is not None, "serve runs in a task"
+    signals: list[signal.Signals] = []
+    _on_signals(task, signals)
+    try:
+        async with launched(config, say):
+            # Ray has put its own handlers in their place.
+            _on_signals(task, signals)
+            await asyncio.Event().wait()
+    except asyncio.CancelledError:
+        if not signals:
+            raise
+        say(f"stopped by {signals[0].name}")
+
+
+def _on_signals(task: asyncio.Task[object], received: list[signal.Signals]) -> None:
+    def handle(number: signal.Signals) -> None:
+        received.append(number)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, handle, number)
+
+
+async def _start_workers(
+    prepared: Prepared, stack: AsyncExitStack, say: Say
+) -> tuple[WorkerPort, list[WorkerPort]]:
+    """The ports of the target and of the drafters that could be loaded."""
+    _guard_ray(prepared.config.cluster.address)
+    from drafter_workers.actor import DrafterActor
+    from services.crew import Member, muster
+    from target_workers.actor import TargetActor
+
+    plan, recipe = prepared.plan, prepared.recipe
+    crew = [Member(plan.target, TargetActor, recipe(plan.target), True, max(1, plan.cores_shared))]
+    for seat in plan.drafters:
+        required = prepared.config.drafter[seat.group].required
+        num_cpus = max(1, len(seat.cores))
+        crew.append(Member(seat, DrafterActor, recipe(seat), required, num_cpus))
+    target, *drafters = await muster(crew, prepared.config.cluster, stack, say)
+    assert target is not None, "the target is required"
+    if plan.own:
+        stack.callback(pin, tuple(_own_cores()))
+        pin(plan.own)
+    return target, [port for port in drafters if port is not None]
+
+
+def _guard_ray(address: str) -> None:
+    """Let nobody into a Ray that is started here without a token; Ray reads it when imported."""
+    if not address and "ray" not in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+
+def _core(prepared: Prepared) -> Core:
+    config, plan = prepared.config, prepared.plan
+    speculation = config.speculation
+    settings = CoreConfig(
+        max_sequences=config.limits.max_sequences,
+        max_queue=config.limits.max_queue,
+        max_context=prepared.max_context,
+        max_request_s=config.limits.max_request_s,
+        step_rows=config.limits.step_rows,
+        mode=Mode(speculation.mode),
+        k=speculation.fixed_k,
+        shape="tree" if speculation.shape == "tree" else "chain",
+        credit=speculation.credit,
+        patience_s=speculation.patience_s,
+        sync_patience_s=speculation.sync_patience_s,
+        lookup="lookup" in speculation.sources,
+        cores_alone=plan.cores_alone,
+        cores_shared=plan.cores_shared,
+    )
+    stopper = partial(make_stopper, prepared.models.tokenizer)
+    return Core(settings, FixedK(speculation.fixed_k), stopper)
+
+
+def _served(prepared: Prepared, runtime: Runtime) -> Served:
+    """What clients are told; the revision is the target's own word."""
+    revision = runtime.core.targets.targets[0].hello.model_hash
+    name = prepared.config.model.served_name
+    return Served(name, revision, prepared.max_context, prepared.models.tokenizer)
+
+
+async def _wait_ready(runtime: Runtime, timeout_s: float) -> None:
+    try:
+        await runtime.wait_ready(timeout_s)
+    except TimeoutError as error:
+        raise LaunchError(f"{error}; raise cluster.start_timeout_s") from error
+
+
+async def _watch(server: Server, runtime: Runtime, *, needs_drafter: bool) -> None:
+    """Keep health true to the workers."""
+    while True:
+        is_ready = runtime.has_target and (runtime.has_drafter or not needs_drafter)
+        await server.set_ready(is_ready=is_ready)
+        await asyncio.sleep(WATCH_S)
+
+
+def _decisions(prepared: Prepared) -> list[str]:
+    """What was decided that the configuration left open."""
+    config, plan = prepared.config, prepared.plan
+    lines = []
+    if prepared.max_context < config.limits.max_context:
+        lines.append(f"context: {prepared.max_context} tokens, the most this model takes")
+    if any(seat.in_process for seat in plan.drafters):
+        lines.append("one core for target and drafter: the drafter shares this process")
+    return lines
+
+
+def _shape(folder: Path) -> ModelConfig:
+    try:
+        return ModelConfig.from_folder(folder)
+    except ModelError as error:
+        raise ConfigError(f"{folder}: {error}") from error
+
+
+def _token_bytes(shape: ModelConfig, dtype: str) -> int:
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * DTYPE_BYTES[dtype]
+
+
+def _own_cores() -> list[int]:
+    """The cores this process may use; none where that cannot be told."""
+    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+
+
+def _address(configured: str, port: int) -> str:
+    """The address that was listened on, a free port filled in; empty if none was."""
+    return f"{configured.rpartition(':')[0]}:{port}" if configured else ""

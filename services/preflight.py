@@ -1,0 +1,112 @@
+"""What is refused before anything is started: features, models, tokenizers, addresses, memory."""
+
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.config import Config, ServerConfig
+from services.errors import ConfigError, PacelineError, TokenizerError
+from services.pull import PullError, resolve
+from services.tokenizer import Tokenizer, load_tokenizer
+
+CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+
+
+class LaunchError(PacelineError):
+    """What could not be started although nothing spoke against it, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The folders of the target and of each [[drafter]], and the tokenizer they share."""
+
+    target: Path
+    drafters: tuple[Path, ...]
+    tokenizer: Tokenizer
+
+    @property
+    def weights_bytes(self) -> int:
+        """The size of all weights, every folder once."""
+        folders = {self.target, *self.drafters}
+        return sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
+
+
+def check(config: Config, methods: tuple[str, ...]) -> Models:
+    """Everything that can be told without a model's code. Raises ConfigError."""
+    _check_supported(config, methods)
+    _check_addresses(config.server)
+    target = _folder("model.path", config.model.path)
+    tokenizer = _tokenizer("model.path", target)
+    if "drafter" not in config.speculation.sources:
+        return Models(target, (), tokenizer)
+    folders = []
+    for index, drafter in enumerate(config.drafter):
+        key = f"drafter.{index}.path"
+        folders.append(_folder(key, drafter.path))
+        _check_same(key, tokenizer, _tokenizer(key, folders[-1]))
+    return Models(target, tuple(folders), tokenizer)
+
+
+def memory_bytes() -> int:
+    """The memory this machine, or the container it is, lets a process have."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = CGROUP_MEMORY.read_text().strip() if CGROUP_MEMORY.is_file() else "max"
+    return min(physical, int(limit)) if limit.isdigit() else physical
+
+
+def _check_supported(config: Config, methods: tuple[str, ...]) -> None:
+    devices = [("target.device", config.target.device)]
+    devices += [(f"drafter.{i}.device", d.device) for i, d in enumerate(config.drafter)]
+    for key, device in devices:
+        if device != "cpu":
+            raise ConfigError(f"{key} is {device!r}: this release computes on CPUs; set it to cpu")
+    if config.target.tp != 1:
+        raise ConfigError("target.tp: this release runs the target in one piece; set it to 1")
+    for index, drafter in enumerate(config.drafter):
+        if drafter.method not in ("auto", *methods):
+            known = ", ".join(methods)
+            raise ConfigError(f"drafter.{index}.method is {drafter.method!r}; known are {known}")
+
+
+def _check_addresses(server: ServerConfig) -> None:
+    """Raises ConfigError for an address that another process has or that is not ours."""
+    for key, address in (("grpc", server.grpc), ("health", server.health)):
+        host, _, port = address.rpartition(":")
+        if not address or port == "0":
+            continue
+        try:
+            family, kind, *_, where = socket.getaddrinfo(
+                host.strip("[]"), int(port), type=socket.SOCK_STREAM
+            )[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(where)
+        except OSError as error:
+            raise ConfigError(
+                f"server.{key}: cannot listen on {address} ({error.strerror}); "
+                "stop what runs there or choose another address"
+            ) from error
+
+
+def _folder(key: str, path: str) -> Path:
+    try:
+        return resolve(path)
+    except PullError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def _tokenizer(key: str, folder: Path) -> Tokenizer:
+    try:
+        return load_tokenizer(folder)
+    except TokenizerError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def _check_same(key: str, target: Tokenizer, drafter: Tokenizer) -> None:
+    difference = target.first_difference(drafter)
+    if difference is not None:
+        raise ConfigError(
+            f"{key}: its tokenizer is not the target's ({difference}); "
+            "take a drafter that was made for this target"
+        )

@@ -1,0 +1,241 @@
+"""The target's side of a link: takes Steps, keeps page tables and committed tokens, gives Verdicts.
+
+Invariant: between steps, `cached` rows of every sequence are those of its committed tokens and
+every page is accounted for. A fault of one sequence never touches another.
+"""
+
+import time
+from collections import Counter as Tally
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from protos.codec import row_hash
+from protos.messages import (
+    Audit,
+    AuditReply,
+    Counter,
+    Extend,
+    Held,
+    Hello,
+    Message,
+    Step,
+    StepClose,
+    StepOpen,
+    Stepped,
+    Verdict,
+)
+from protos.worker import ProtocolError
+from target_workers.acceptance import depths, tree_error, walk
+from target_workers.pages import Pages, Slots
+from target_workers.rows import Draws, Layout, Run
+from target_workers.sequence import Sequence
+
+
+class Forward(Protocol):
+    """The model and its KV cache."""
+
+    def move(self, source: Slots, target: Slots) -> None:
+        """Copy rows between slots: all are read before one is written."""
+
+    def choose(self, runs: Items[Run], draws: Draws) -> tuple[list[int], list[bool]]:
+        """Compute all runs in one forward; per draw its token, and if the logits are finite."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """An Extend that is in the forward, and which of the forward's draws are its own."""
+
+    extend: Extend
+    draws: range
+
+
+class TargetEngine:
+    """An Engine over one model; `hello` says what it is and bounds what it takes."""
+
+    def __init__(
+        self,
+        hello: Hello,
+        forward: Forward,
+        set_cores: Callable[[int], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._hello = hello
+        self._forward = forward
+        self._set_cores = set_cores
+        self._clock = clock
+        self._counts: Tally[str] = Tally()
+        self._cores = 0
+        self.reset()
+
+    def hello(self) -> Hello:
+        return self._hello
+
+    def reset(self) -> None:
+        self._pages = Pages(self._hello.num_pages, self._hello.page_size)
+        self._sequences: dict[int, Sequence] = {}
+        self._last_step = -1
+        self._rested = self._clock()
+
+    def work(self) -> list[Message] | None:
+        return None
+
+    def handle(self, message: Message) -> list[Message]:
+        match message:
+            case Step():
+                return [self._step(message)]
+            case Audit():
+                return [self._audit(message)]
+        raise ProtocolError(f"a target takes no {type(message).__name__}")
+
+    def _step(self, step: Step) -> Stepped:
+        idle_s = self._clock() - self._rested
+        self._check(step)
+        for opened in step.opens:
+            self._open(opened)
+        for closed in step.closes:
+            self._close(closed)
+        errors = {extend.seq: self._error(extend) for extend in step.extends}
+        sound = [extend for extend in step.extends if not errors[extend.seq]]
+        self._keep(sound)
+        for extend in sound:
+            errors[extend.seq] = self._allocate(extend)
+        started = self._clock()
+        verdicts = self._compute([e for e in sound if not errors[e.seq]])
+        self._rested = self._clock()
+        verdicts |= {e.seq: _failed(e, errors[e.seq]) for e in step.extends if errors[e.seq]}
+        self._counts.update(steps=1, errors=sum(bool(v.error) for v in verdicts.values()))
+        return Stepped(
+            step.step,
+            tuple(verdicts[e.seq] for e in step.extends if e.seq in verdicts),
+            (0,) * len(step.opens),
+            self._pages.free,
+            forward_s=self._rested - started,
+            idle_s=idle_s,
+        )
+
+    def _check(self, step: Step) -> None:
+        """Refuse a step that this shard must not compute, before anything is changed."""
+        if step.row_hash != row_hash(step.opens, step.extends, step.closes):
+            raise ProtocolError(f"step {step.step}: its rows do not match their hash")
+        if step.step <= self._last_step:
+            raise ProtocolError(f"step {step.step} after step {self._last_step}")
+        if len({e.seq for e in step.extends}) < len(step.extends):
+            raise ProtocolError(f"step {step.step}: two Extends of one sequence")
+        rows = sum(len(e.tokens) + len(e.nodes) for e in step.extends)
+        if rows > self._hello.max_rows:
+            raise ProtocolError(f"step {step.step}: {rows} rows, {self._hello.max_rows} allowed")
+        self._last_step = step.step
+        if step.cores > 0 and step.cores != self._cores:
+            self._set_cores(step.cores)
+            self._cores = step.cores
+
+    def _open(self, opened: StepOpen) -> None:
+        if opened.seq in self._sequences:
+            raise ProtocolError(f"sequence {opened.seq} is open already")
+        self._sequences[opened.seq] = Sequence(opened.sampling, list(opened.tokens))
+        self._pages.open(opened.seq)
+
+    def _close(self, closed: StepClose) -> None:
+        seq = self._sequences.pop(closed.seq, None)
+        if seq is None:
+            raise ProtocolError(f"sequence {closed.seq} is not open")
+        self._pages.close(closed.seq)
+        if error := seq.keep_error(closed.keep):
+            raise ProtocolError(f"closing sequence {closed.seq}: {error}")
+
+    def _error(self, extend: Extend) -> str:
+        """Why an Extend cannot be computed; nothing if it can. Changes nothing."""
+        seq = self._sequences.get(extend.seq)
+        if seq is None:
+            return "the sequence is not open"
+        return (
+            seq.keep_error(extend.keep)
+            or seq.tokens_error(extend)
+            or tree_error(extend.nodes)
+            or self._limit_error(extend)
+        )
+
+    def _limit_error(self, extend: Extend) -> str:
+        tokens = (*extend.tokens, *(node.token for node in extend.nodes))
+        if not all(0 <= token < self._hello.vocab_size for token in tokens):
+            return f"a token is outside the vocabulary of {self._hello.vocab_size}"
+        end = extend.start + len(extend.tokens)
+        reached = end + max(depths(extend.nodes), default=-1) + 1
+        if reached > self._hello.max_context:
+            return f"{reached} positions exceed the context of {self._hello.max_context}"
+        return ""
+
+    def _keep(self, extends: Items[Extend]) -> None:
+        """Move the rows of kept nodes to their positions and free what lies beyond them."""
+        source: list[Slots] = []
+        target: list[Slots] = []
+        for extend in extends:
+            seq = self._sequences[extend.seq]
+            slots = self._pages.slots(extend.seq)[seq.cached :]
+            moved = [(i, to) for to, i in enumerate(extend.keep) if i != to]
+            if moved:
+                source.append(slots[[i for i, _ in moved]])
+                target.append(slots[[to for _, to in moved]])
+            seq.keep(len(extend.keep))
+            self._pages.trim(extend.seq, seq.cached)
+        if source:
+            self._forward.move(np.concatenate(source), np.concatenate(target))
+
+    def _allocate(self, extend: Extend) -> str:
+        """Make room for all rows of an Extend; why there is none."""
+        rows = extend.start + len(extend.tokens) + len(extend.nodes)
+        if self._pages.grow(extend.seq, rows):
+            return ""
+        return f"out of pages: {rows} rows do not fit, {self._pages.free} pages are free"
+
+    def _compute(self, extends: Items[Extend]) -> dict[int, Verdict]:
+        """One forward; the verdicts of those Extends that reach the end of the committed tokens."""
+        if not extends:
+            return {}
+        layout = Layout()
+        groups: list[_Group] = []
+        for extend in extends:
+            seq = self._sequences[extend.seq]
+            decides = seq.sampling if seq.extend(extend) else None
+            slots = self._pages.slots(extend.seq)
+            groups.append(_Group(extend, layout.add(extend, slots, decides)))
+        tokens, finite = self._forward.choose(layout.runs, layout.draws)
+        self._counts.update(forwards=1, rows=layout.num_rows, runs=len(layout.runs))
+        return {
+            group.extend.seq: self._decide(
+                group.extend,
+                tokens[group.draws.start : group.draws.stop],
+                finite[group.draws.start : group.draws.stop],
+            )
+            for group in groups
+            if group.draws
+        }
+
+    def _decide(self, extend: Extend, chosen: Items[int], finite: Items[bool]) -> Verdict:
+        """Walk the nodes of one Extend and commit what the walk gives."""
+        path, next_token = walk(extend.nodes, chosen)
+        end = extend.start + len(extend.tokens)
+        # Only what lies on the path counts: a guess never changes the output, not even its end.
+        for depth, i in enumerate((-1, *path)):
+            if not finite[1 + i]:
+                return _failed(extend, f"the logits at position {end - 1 + depth} are not finite")
+        self._sequences[extend.seq].commit(path, next_token)
+        self._counts.update(verdicts=1, nodes=len(extend.nodes), accepted=len(path))
+        return Verdict(extend.seq, end, path, next_token)
+
+    def _audit(self, audit: Audit) -> AuditReply:
+        self._pages.check()
+        held = tuple(
+            Held(seq, state.cached, self._pages.held(seq))
+            for seq, state in sorted(self._sequences.items())
+        )
+        counters = tuple(Counter(name, value) for name, value in sorted(self._counts.items()))
+        return AuditReply(audit.nonce, self._pages.total, self._pages.free, 0, held, counters)
+
+
+def _failed(extend: Extend, error: str) -> Verdict:
+    return Verdict(extend.seq, extend.start + len(extend.tokens), (), -1, error=error)

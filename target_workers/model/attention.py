@@ -1,0 +1,178 @@
+"""Attention of ragged rows over slots; a row's bits do not depend on which rows share its batch.
+
+The fused CPU kernel sums a row in an order of its own as long as it gets its keys in whole blocks
+of 512 and its query rows in fours (both measured); so tiles are padded to that, and masked columns
+are exact no-ops.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from target_workers.model.batch import IntArray, RowBatch, Run
+from target_workers.model.config import ModelConfig
+from target_workers.model.kv_cache import KVCache
+
+KEY_BLOCK = 512  # keys per block of the kernel: a shorter block takes another order of sums
+QUERY_BLOCK = 4  # fewer query rows take another code path
+LOOSE_KEY_BLOCK = 64  # key padding where equal bits are not asked for
+TILE_ROWS = 128  # a longer run is cut, so that its first rows do not pay for its last keys
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tile:
+    """Some rows of one run: flat rows [first, first + count), the last at position `end` - 1."""
+
+    run: Run
+    first: int
+    count: int
+    end: int
+
+    def fill(self, slots: IntArray) -> None:
+        """Write the slot of every position; the padding repeats one of the run's own slots."""
+        start = self.run.start
+        slots[:start] = self.run.history
+        slots[start : self.end] = self.run.slots[: self.end - start]
+        slots[self.end :] = slots[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TileGroup:
+    """Tiles of about one size, attended in one call."""
+
+    queries: Tensor  # [tiles * kv_heads * queries], into rows x (heads + kv_heads)
+    slots: Tensor  # [tiles * keys]
+    mask: Tensor  # [tiles, 1, queries, keys], 0 or -inf
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionPlan:
+    """Index maps and masks of one forward, shared by its layers."""
+
+    groups: tuple[TileGroup, ...]
+    output: Tensor  # [rows * heads], into the groups' outputs one after another
+    batch: RowBatch
+    config: ModelConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CachedAttention:
+    """Writes a layer's new keys and values to their slots, then attends over the cache."""
+
+    plan: AttentionPlan
+    cache: KVCache
+
+    def __call__(self, layer: int, qk: Tensor, values: Tensor) -> Tensor:
+        """From qk [rows, heads + kv_heads, head_dim] and values to [rows, heads * head_dim]."""
+        keys = qk[:, self.plan.config.num_heads :]
+        self.cache.write(layer, self.plan.batch.slots, keys, values)
+        return attend(qk, self.cache.layer(layer), self.plan)
+
+
+def attend(qk: Tensor, cached: Tensor, plan: AttentionPlan) -> Tensor:
+    """Attend qk [rows, heads + kv_heads, head_dim] over a layer: [rows, heads * head_dim]."""
+    flat = qk.view(-1, qk.shape[-1])
+    parts = [_attend_group(flat, cached, group) for group in plan.groups]
+    joined = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return joined.index_select(0, plan.output).view(len(qk), -1)
+
+
+def attend_reference(qk: Tensor, cached: Tensor, plan: AttentionPlan) -> Tensor:
+    """The same by definition, row by row in float64; for tests."""
+    heads, group = plan.config.num_heads, plan.config.group
+    rows, outputs = iter(qk[:, :heads].double()), []
+    for run in plan.batch.runs:
+        for index in range(len(run.tokens)):
+            slots = torch.from_numpy(np.concatenate([run.history, run.slots[: index + 1]]))
+            seen = cached[slots].double().repeat_interleave(group, dim=2)  # [seen, 2, heads, dim]
+            scores = torch.einsum("hd,shd->hs", next(rows), seen[:, 0]) / qk.shape[-1] ** 0.5
+            outputs.append(torch.einsum("hs,shd->hd", scores.softmax(-1), seen[:, 1]).flatten())
+    outputs += [outputs[-1]] * (len(qk) - len(outputs))
+    return torch.stack(outputs).to(qk.dtype)
+
+
+def plan_attention(
+    batch: RowBatch, config: ModelConfig, dtype: torch.dtype, *, exact: bool
+) -> AttentionPlan:
+    """Cut the runs into tiles, group tiles of about one size and build maps and masks."""
+    block = KEY_BLOCK if exact else LOOSE_KEY_BLOCK
+    positions = batch.positions.numpy()
+    groups, output, base = [], np.empty((len(positions), config.num_heads), np.int64), 0
+    for tiles in _group(_cut(batch.runs), block):
+        group = _build_group(tiles, positions, config, block, dtype)
+        queries = group.mask.shape[2]
+        for index, tile in enumerate(tiles):
+            rows = slice(tile.first, tile.first + tile.count)
+            output[rows] = base + _output_map(index, tile.count, queries, config)
+        groups.append(group)
+        base += len(group.queries)
+    output[batch.num_rows :] = output[batch.num_rows - 1]
+    return AttentionPlan(tuple(groups), torch.from_numpy(output.ravel()), batch, config)
+
+
+def _attend_group(flat: Tensor, cached: Tensor, group: TileGroup) -> Tensor:
+    """Outputs in the order [tiles, queries, kv_heads] as rows of head_dim."""
+    tiles, _, queries, keys = group.mask.shape
+    _, _, kv_heads, head_dim = cached.shape
+    query = flat.index_select(0, group.queries).view(tiles, kv_heads, queries, head_dim)
+    kv = cached.index_select(0, group.slots).view(tiles, keys, 2, kv_heads, head_dim)
+    key, value = kv.permute(2, 0, 3, 1, 4).unbind(0)
+    out = F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask)
+    return out.transpose(1, 2).reshape(-1, head_dim)
+
+
+def _cut(runs: Iterable[Run]) -> list[Tile]:
+    tiles, first = [], 0
+    for run in runs:
+        for offset in range(0, len(run.tokens), TILE_ROWS):
+            count = min(TILE_ROWS, len(run.tokens) - offset)
+            tiles.append(Tile(run, first + offset, count, run.start + offset + count))
+        first += len(run.tokens)
+    return tiles
+
+
+def _group(tiles: list[Tile], block: int) -> list[list[Tile]]:
+    """Tiles that waste little when padded to the largest among them."""
+    groups: dict[tuple[int, int], list[Tile]] = {}
+    for tile in tiles:
+        blocks = -(-tile.end // block)
+        groups.setdefault((_size_class(tile.count), _size_class(blocks)), []).append(tile)
+    return list(groups.values())
+
+
+def _size_class(size: int) -> int:
+    """Sizes of a class differ by less than half: 1, 2, 3, 4, 5-6, 7-8, 9-12, 13-16, ..."""
+    power = 1 << (size - 1).bit_length()
+    return power if size > power * 3 // 4 else power * 3 // 4
+
+
+def _build_group(
+    tiles: list[Tile], positions: IntArray, config: ModelConfig, block: int, dtype: torch.dtype
+) -> TileGroup:
+    keys = -(-max(tile.end for tile in tiles) // block) * block
+    slots = np.empty((len(tiles), keys), np.int64)
+    for tile, row in zip(tiles, slots, strict=True):
+        tile.fill(row)
+    folded = max(tile.count for tile in tiles) * config.group
+    folded += -folded % QUERY_BLOCK
+    offset, member = np.divmod(np.arange(folded), config.group)
+    first = np.array([[tile.first] for tile in tiles])
+    last = np.array([[tile.first + tile.count - 1] for tile in tiles])
+    rows = np.minimum(first + offset, last)  # [tiles, queries], the last row fills up
+    heads = np.arange(config.num_kv_heads)[:, None] * config.group + member  # [kv_heads, queries]
+    stride = config.num_heads + config.num_kv_heads
+    queries = rows[:, None] * stride + heads  # [tiles, kv_heads, queries]
+    hidden = torch.arange(keys) > torch.from_numpy(positions[rows])[:, None, :, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    return TileGroup(torch.from_numpy(queries.ravel()), torch.from_numpy(slots.ravel()), mask)
+
+
+def _output_map(index: int, count: int, queries: int, config: ModelConfig) -> IntArray:
+    """Where tile `index` of a group leaves the heads of its rows: [count, heads]."""
+    kv_head, member = np.divmod(np.arange(config.num_heads), config.group)
+    query = np.arange(count)[:, None] * config.group + member
+    return (index * queries + query) * config.num_kv_heads + kv_head

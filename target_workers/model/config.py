@@ -1,0 +1,230 @@
+"""What a decoder is made of, read from a Hugging Face config.json; unknown things are refused."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeAlias
+
+Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+class ModelError(Exception):
+    """A model that cannot be loaded or served: the message gives the cause and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What an architecture name fixes without a key in config.json."""
+
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    reads_attention_bias: bool = True
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family(),
+    "MistralForCausalLM": Family(reads_attention_bias=False),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, reads_attention_bias=False),
+    "Qwen3ForCausalLM": Family(qk_norm=True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding; fields beyond `theta` belong to the scaled kinds."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float | None = None
+    mscale: float = 0.0
+    mscale_all_dim: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape and kind of a decoder-only transformer."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    norm_eps: float
+    rope: RopeConfig
+    tied: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    eos_tokens: tuple[int, ...]
+
+    @property
+    def group(self) -> int:
+        """Query heads per key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+    @classmethod
+    def from_folder(cls, folder: Path | str) -> Self:
+        """Read `folder`/config.json. Raises ModelError."""
+        return cls.from_json(read_config(Path(folder)))
+
+    @classmethod
+    def from_json(cls, raw: dict[str, Json]) -> Self:
+        """Build from the parsed config.json of either spelling (transformers 4 and 5)."""
+        fields = _Fields(raw)
+        architecture = _architecture(raw)
+        family = FAMILIES[architecture]
+        activation = fields.text("hidden_act", "silu")
+        if activation != "silu":
+            raise ModelError(f"hidden_act {activation!r} is not supported; use a silu model")
+        heads = fields.integer("num_attention_heads")
+        hidden = fields.integer("hidden_size")
+        bias = family.reads_attention_bias and fields.flag("attention_bias")
+        config = cls(
+            architecture=architecture,
+            vocab_size=fields.integer("vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=fields.integer("intermediate_size"),
+            num_layers=fields.integer("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=fields.integer("num_key_value_heads", heads),
+            head_dim=fields.integer("head_dim", hidden // heads),
+            max_context=_max_context(fields),
+            norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope=_rope(fields),
+            tied=fields.flag("tie_word_embeddings"),
+            qkv_bias=family.qkv_bias or bias,
+            output_bias=bias,
+            mlp_bias=fields.flag("mlp_bias"),
+            qk_norm=family.qk_norm,
+            eos_tokens=_eos(raw.get("eos_token_id")),
+        )
+        if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+            raise ModelError(
+                f"config.json: {config.num_heads} heads cannot share {config.num_kv_heads} key "
+                f"heads of {config.head_dim}; they must divide evenly and head_dim must be even"
+            )
+        return config
+
+
+@dataclass(frozen=True, slots=True)
+class _Fields:
+    """Typed reads of one JSON object; null counts as absent, as in transformers."""
+
+    raw: dict[str, Json]
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self._get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise ModelError(f"config.json: {key} must be a positive integer, not {value!r}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self._get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ModelError(f"config.json: {key} must be a number, not {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise ModelError(f"config.json: {key} must be true or false, not {value!r}")
+        return value
+
+    def text(self, key: str, default: str) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise ModelError(f"config.json: {key} must be a string, not {value!r}")
+        return value
+
+    def table(self, key: str) -> "_Fields":
+        value = self._get(key, None)
+        if value is not None and not isinstance(value, dict):
+            raise ModelError(f"config.json: {key} must be an object, not {value!r}")
+        return _Fields(value or {})
+
+    def _get(self, key: str, default: Json) -> Json:
+        value = self.raw.get(key)
+        return default if value is None else value
+
+
+def read_config(folder: Path) -> dict[str, Json]:
+    """The parsed config.json of a model folder. Raises ModelError."""
+    if not folder.is_dir():
+        raise ModelError(
+            f"there is no model folder {folder}; check [model] path or fetch the model"
+        )
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ModelError(f"{folder} has no config.json; give a Hugging Face model folder")
+    try:
+        raw = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON ({error}); fetch the model again") from error
+    if not isinstance(raw, dict):
+        raise ModelError(f"{path} must hold a JSON object; fetch the model again")
+    return raw
+
+
+def _architecture(raw: dict[str, Json]) -> str:
+    names = raw.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        if isinstance(name, str) and name in FAMILIES:
+            return name
+    raise ModelError(f"architecture {names!r} is not supported; supported: {', '.join(FAMILIES)}")
+
+
+def _max_context(fields: _Fields) -> int:
+    """Within its window a sliding-window model is a plain one, so the window bounds the context."""
+    context = fields.integer("max_position_embeddings", 2048)
+    slides = fields.raw.get("sliding_window") is not None
+    if not slides or not fields.flag("use_sliding_window", slides):
+        return context
+    return min(context, fields.integer("sliding_window"))
+
+
+def _rope(fields: _Fields) -> RopeConfig:
+    new = fields.table("rope_parameters")
+    scaling = new if new.raw else fields.table("rope_scaling")
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise ModelError(f"rope type {kind!r} is not supported; supported: {', '.join(ROPE_KINDS)}")
+    if (
+        max(fields.number("partial_rotary_factor", 1), scaling.number("partial_rotary_factor", 1))
+        != 1
+    ):
+        raise ModelError("partial rotary embeddings are not supported; use a full-rotary model")
+    explicit = scaling.number("attention_factor", -1.0)
+    context = fields.integer("max_position_embeddings", 2048)
+    return RopeConfig(
+        kind=kind,
+        theta=scaling.number("rope_theta", fields.number("rope_theta", 10000.0)),
+        factor=scaling.number("factor", 1.0),
+        low_freq_factor=scaling.number("low_freq_factor", 1.0),
+        high_freq_factor=scaling.number("high_freq_factor", 4.0),
+        original_context=scaling.integer("original_max_position_embeddings", context),
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
+        truncate=scaling.flag("truncate", True),
+        attention_factor=None if explicit < 0 else explicit,
+        mscale=scaling.number("mscale", 0.0),
+        mscale_all_dim=scaling.number("mscale_all_dim", 0.0),
+    )
+
+
+def _eos(value: Json) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [value]
+    return tuple(token for token in ids if isinstance(token, int))

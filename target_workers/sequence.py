@@ -1,0 +1,57 @@
+"""One sequence as the target knows it: what is committed, what is cached, what was guessed last."""
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+from protos.messages import Extend, Sampling, TreeNode
+from target_workers.acceptance import is_path
+
+
+@dataclass(slots=True)
+class Sequence:
+    """`tokens` are committed, the first `cached` of them in the cache.
+
+    `nodes` are the guesses of the last Extend; node i is in row `cached + i` until some are kept.
+    """
+
+    sampling: Sampling
+    tokens: list[int]
+    cached: int = 0
+    nodes: tuple[TreeNode, ...] = ()
+
+    def keep_error(self, keep: Items[int]) -> str:
+        """Why these nodes cannot have become committed; nothing if they can."""
+        if not is_path(self.nodes, keep):
+            return f"keep {keep} is no path of the last nodes"
+        committed = self.tokens[self.cached : self.cached + len(keep)]
+        if [self.nodes[i].token for i in keep] != committed:
+            return f"keep {keep} is not what became committed"
+        return ""
+
+    def tokens_error(self, extend: Extend) -> str:
+        """Why an Extend does not go on from the cached rows with committed tokens."""
+        start = self.cached + len(extend.keep)
+        if extend.start != start:
+            return f"the Extend starts at {extend.start}, {start} rows are cached"
+        end = start + len(extend.tokens)
+        if not extend.tokens or list(extend.tokens) != self.tokens[start:end]:
+            return f"the tokens from {start} are not those committed"
+        if extend.nodes and end < len(self.tokens):
+            return f"nodes under position {end - 1} of {len(self.tokens)} committed ones"
+        return ""
+
+    def keep(self, count: int) -> None:
+        """`count` of the last nodes are now in the rows of their positions, the others gone."""
+        self.cached += count
+        self.nodes = ()
+
+    def extend(self, extend: Extend) -> bool:
+        """The rows of an Extend are cached; True if it reaches the end of the committed tokens."""
+        self.cached = extend.start + len(extend.tokens)
+        self.nodes = extend.nodes
+        return self.cached == len(self.tokens)
+
+    def commit(self, walk: Items[int], next_token: int) -> None:
+        """Append what the last nodes led to."""
+        self.tokens.extend(self.nodes[i].token for i in walk)
+        self.tokens.append(next_token)

@@ -1,0 +1,142 @@
+"""The decoder computes what transformers computes, however a sequence is cut up."""
+
+import json
+from pathlib import Path as FilePath
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from target_workers.model.config import ModelConfig
+from target_workers.model.decoder import Decoder
+from target_workers.model.loading import load_decoder
+from tests.numerics.forward import (
+    Path,
+    in_chunks,
+    node_paths,
+    random_parents,
+    random_sizes,
+    random_tokens,
+    tree_logits,
+)
+from tests.tiny import make_tiny
+
+TOLERANCE = 1e-4
+SMALL_TOLERANCE = 2e-3
+CLEAR_MARGIN = 1e-2
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+MODELS: dict[str, tuple[str, dict[str, object]]] = {
+    "llama": ("Llama", {}),
+    "llama untied": ("Llama", {"tie_word_embeddings": False}),
+    "llama with biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama without groups": ("Llama", {"num_key_value_heads": 4}),
+    "llama with one kv head": ("Llama", {"num_key_value_heads": 1}),
+    "llama3 rope": ("Llama", {"rope_parameters": LLAMA3}),
+    "linear rope": ("Llama", {"rope_parameters": LINEAR}),
+    "yarn rope": ("Llama", {"rope_parameters": YARN}),
+    "yarn, no rounding": ("Llama", {"rope_parameters": {**YARN, "truncate": False}}),
+    "yarn, own scale": ("Llama", {"rope_parameters": {**YARN, "attention_factor": 0.9}}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+}
+
+
+def reference_logits(folder: FilePath, tokens: Tensor) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.inference_mode():
+        logits: Tensor = model(tokens[None]).logits[0]
+    return logits
+
+
+def difference(got: Tensor, expected: Tensor) -> float:
+    return float((got - expected).abs().max())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_shot_logits_are_those_of_transformers(name: str, tmp_path: FilePath) -> None:
+    family, overrides = MODELS[name]
+    folder = make_tiny(tmp_path, 3, family, **overrides)
+    decoder = load_decoder(folder, dtype=torch.float32, exact=False)
+    tokens = random_tokens(300, seed=1)
+    expected = reference_logits(folder, torch.from_numpy(tokens))
+    assert difference(in_chunks(decoder, Path(tokens, 2), []), expected) <= TOLERANCE
+    assert expected.std() > 0.3, "the tiny model is degenerate"
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["ordinary", "exact"])
+def decoder(request: pytest.FixtureRequest, tiny_llama: FilePath) -> Decoder:
+    return load_decoder(tiny_llama, dtype=torch.float32, exact=request.param)
+
+
+def test_token_by_token_logits_are_those_of_transformers(
+    decoder: Decoder, tiny_llama: FilePath
+) -> None:
+    tokens = random_tokens(80, seed=4)
+    expected = reference_logits(tiny_llama, torch.from_numpy(tokens))
+    assert difference(in_chunks(decoder, Path(tokens, 5), [1] * 80), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_chunks_give_the_logits_of_transformers(
+    decoder: Decoder, tiny_llama: FilePath, seed: int
+) -> None:
+    tokens = random_tokens(700, seed)
+    expected = reference_logits(tiny_llama, torch.from_numpy(tokens))
+    chunks = in_chunks(decoder, Path(tokens, seed), random_sizes(700, seed))
+    assert difference(chunks, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("context", [1, 30, 508])
+def test_every_tree_node_gets_the_logits_of_its_path(
+    decoder: Decoder, tiny_llama: FilePath, context: int
+) -> None:
+    path = Path(random_tokens(context, context), 1)
+    tokens, parents = random_tokens(12, seed=9), random_parents(12, seed=context)
+    _, logits = tree_logits(decoder, path, tokens, parents)
+    for node, alone in enumerate(node_paths(path, tokens, parents)):
+        expected = reference_logits(tiny_llama, torch.from_numpy(alone.tokens))[-1]
+        assert difference(logits[node], expected) <= TOLERANCE
+
+
+def test_both_spellings_of_rope_mean_the_same(tmp_path: FilePath) -> None:
+    folder = make_tiny(tmp_path, 3, "Llama", rope_parameters=LLAMA3)
+    new = ModelConfig.from_folder(folder)
+    raw = json.loads((folder / "config.json").read_text())
+    scaling = raw.pop("rope_parameters")
+    raw["rope_theta"] = scaling.pop("rope_theta")
+    raw["rope_scaling"] = {"type": scaling.pop("rope_type"), **scaling}
+    assert ModelConfig.from_json(raw) == new
+    assert new.rope.kind == "llama3"
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("exact", [False, True])
+def test_the_small_model_computes_what_transformers_computes(
+    small_model: FilePath, exact: bool
+) -> None:
+    decoder = load_decoder(small_model, dtype=torch.float32, exact=exact)
+    tokens = random_tokens(150, seed=1, vocab=decoder.config.vocab_size)
+    expected = reference_logits(small_model, torch.from_numpy(tokens))
+    got = in_chunks(decoder, Path(tokens, 1), [100, 1, 9, 1, 1])
+    assert difference(got, expected) <= SMALL_TOLERANCE
+    best = expected.topk(2).values
+    clear = best[:, 0] - best[:, 1] > CLEAR_MARGIN
+    assert torch.equal(got.argmax(-1)[clear], expected.argmax(-1)[clear])
