@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from contextlib import aclosing
 from pathlib import Path
@@ -150,6 +151,7 @@ def _mode(name: str | None) -> ModeName | None:
 
 def main() -> None:
     """Run the command; an error is one line with its remedy, not a traceback."""
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its own log says nothing a user can act on
     try:
         app()
     except PacelineError as error:

@@ -39,12 +39,13 @@ async def run_demo(max_tokens: int, *, as_json: bool) -> None:
     """Fetch the model, serve it on this machine's cores, ask, and print one table."""
     with terminal.stage_bars() as bars:
         pull(MODEL, bars)
-    show = (lambda text: None) if as_json else terminal.stream
     async with (
         launched(_config(), terminal.err.print) as service,
         Client(service.address) as client,
     ):
-        results = [await _run(client, mode, max_tokens, show) for mode in NAMES]
+        if not as_json:
+            await _show(client, max_tokens)
+        results = [await _run(client, mode, max_tokens) for mode in NAMES]
     different = differing(results)
     if as_json:
         terminal.out.print_json(json.dumps(_report(results, different)))
@@ -91,24 +92,24 @@ async def ask(
     )
 
 
-async def _run(
-    client: Client, mode: ModeName, max_tokens: int, show: Callable[[str], None]
-) -> Result:
-    """All prompts in one mode; the plain answers are shown as they come."""
-    options = Options(max_tokens=max_tokens, mode=mode)
-    is_first = mode == "off"
-    samples = []
+async def _show(client: Client, max_tokens: int) -> None:
+    """Every prompt and its answer, streamed as it comes."""
     for prompt in PROMPTS:
-        if is_first:
-            show(f"\n[{prompt.kind}] {prompt.text}\n")
-        else:
-            terminal.err.print(f"{NAMES[mode]}: {prompt.kind}")
-        samples.append(await ask(client, prompt, options, show if is_first else _hide))
+        terminal.stream(f"\n[{prompt.kind}] {prompt.text}\n\n")
+        await ask(client, prompt, Options(max_tokens=max_tokens), terminal.stream)
+        terminal.stream("\n")
+
+
+async def _run(client: Client, mode: ModeName, max_tokens: int) -> Result:
+    """All prompts in one mode, with a bar that counts them."""
+    options = Options(max_tokens=max_tokens, mode=mode)
+    samples = []
+    with terminal.stage_bars() as bars:
+        for done, prompt in enumerate(PROMPTS):
+            bars(NAMES[mode], done, len(PROMPTS))
+            samples.append(await ask(client, prompt, options, lambda text: None))
+        bars(NAMES[mode], len(PROMPTS), len(PROMPTS))
     return Result(mode, tuple(samples))
-
-
-def _hide(text: str) -> None:
-    """Show nothing: the same text has been shown."""
 
 
 def _config() -> Config:
