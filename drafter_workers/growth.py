@@ -99,7 +99,7 @@ class Growth:
         node.scores[SOURCE] = candidate.logprob
         id_ = self._ids[node] = self.next_id
         self.next_id += 1
-        self._totals[node] = self._totals[parent] + candidate.logprob
+        self._totals[node] = self._totals[parent] + candidate.stands
         self._leaves[node] = None
         above = 0 if parent is None else self._ids[parent]
         return Guess(id_, above, candidate.token, candidate.logprob)
@@ -128,7 +128,7 @@ class Growth:
             if self.tree.frontier + depth < self._max_context:
                 yield Option(node, self._totals[node] - base, depth)
         for (node, _), candidate in self._held.items():
-            reach = self._totals[node] - base + candidate.logprob
+            reach = self._totals[node] - base + candidate.stands
             if reach >= self._log_floor:
                 yield Option(node, reach, self._depth(node) + 1, candidate)
 

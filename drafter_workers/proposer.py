@@ -21,10 +21,21 @@ class Expand:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A possible next token and its log-probability in the drafter's own distribution."""
+    """A possible next token and its log-probability in the drafter's own distribution.
+
+    `belief` is the logarithm of the chance that it stands given its parent, where the method
+    knows better than its distribution: a token that shared noise ranks first stands more often
+    than its own probability says.
+    """
 
     token: int
     logprob: float
+    belief: float | None = None
+
+    @property
+    def stands(self) -> float:
+        """What growth goes by, as a logarithm."""
+        return self.logprob if self.belief is None else self.belief
 
 
 class Proposer(Protocol):

@@ -22,6 +22,9 @@ from target_workers.model.loading import load_decoder
 from target_workers.model.noise import as_int64
 from target_workers.model.sampling import Ranked, top_perturbed, top_tokens
 
+# Until calibrated: how often the best token under shared noise is the target's too.
+NOISE_CHANCE = 0.75
+
 DTYPES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -84,7 +87,7 @@ class SmallModel:
 
     def advance(self, seq: int, tokens: Sequence[int], walked: Sequence[int]) -> None:
         state = self._sequences[seq]
-        before = set(state.used())
+        before = dict(state.nodes)
         for id_ in walked:
             node = state.nodes.pop(id_)
             if node.slot >= 0:
@@ -93,7 +96,8 @@ class SmallModel:
         state.tokens.extend(tokens)
         root = walked[-1] if len(walked) == len(tokens) else None
         state.nodes = _below(root, state.nodes)
-        self._free.extend(sorted(before.difference(state.used())))
+        gone = before.keys() - state.nodes.keys() - set(walked)
+        self._free.extend(before[id_].slot for id_ in sorted(gone) if before[id_].slot >= 0)
 
     def close(self, seq: int) -> None:
         self._free.extend(self._sequences.pop(seq).used())
@@ -115,7 +119,8 @@ class SmallModel:
         ranked = self._rank(
             logits[:, : self.vocab_size], samplings, [run.end for run in runs], width
         )
-        return _candidates(ranked)
+        by_noise = [self._by_noise and s.temperature > 0 for s in samplings]
+        return [_candidates(*row) for row in zip(*_lists(ranked), by_noise, strict=True)]
 
     def rows_held(self, seq: int) -> tuple[int, int]:
         state = self._sequences[seq]
@@ -180,14 +185,19 @@ def _below(root: int | None, nodes: dict[int, _Node]) -> dict[int, _Node]:
     return found
 
 
-def _candidates(ranked: Ranked) -> list[tuple[Candidate, ...]]:
-    """Of rows whose logits are not finite, none."""
-    rows = zip(ranked.tokens.tolist(), ranked.log_probs.tolist(), strict=True)
-    return [
-        tuple(
-            Candidate(token, logprob)
-            for token, logprob in zip(tokens, logprobs, strict=True)
-            if math.isfinite(logprob)
-        )
-        for tokens, logprobs in rows
-    ]
+def _lists(ranked: Ranked) -> tuple[list[list[int]], list[list[float]]]:
+    return ranked.tokens.tolist(), ranked.log_probs.tolist()
+
+
+def _candidates(tokens: list[int], log_probs: list[float], by_noise: bool) -> tuple[Candidate, ...]:
+    """Of a row whose logits are not finite, none."""
+    return tuple(
+        Candidate(token, log_prob, _noise_belief(rank) if by_noise else None)
+        for rank, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True))
+        if math.isfinite(log_prob)
+    )
+
+
+def _noise_belief(rank: int) -> float:
+    """Each candidate, best first, stands with NOISE_CHANCE of what those before it left."""
+    return math.log(NOISE_CHANCE) + rank * math.log1p(-NOISE_CHANCE)
