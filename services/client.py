@@ -80,6 +80,7 @@ class Client:
     """A connection to one server; use it as an async context manager, or close it."""
 
     def __init__(self, address: str) -> None:
+        self._address = address
         self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
         self._stub = pb_grpc.InferenceServiceStub(self._channel)  # type: ignore[no-untyped-call]
 
@@ -112,9 +113,22 @@ class Client:
             async for response in call:
                 yield _event(response)
         except grpc.aio.AioRpcError as error:
-            raise errors.from_call(error) from error
+            raise self._failure(error) from error
         finally:
             call.cancel()
+
+    def _failure(self, error: grpc.aio.AioRpcError) -> errors.RequestFailed:
+        if _never_connected(error):
+            return errors.Unavailable(
+                f"no server answers at {self._address}; start one with `paceline serve`"
+            )
+        return errors.from_call(error)
+
+
+def _never_connected(error: grpc.aio.AioRpcError) -> bool:
+    """True if no server was reached, which gRPC tells by its wording alone."""
+    unavailable = error.code() is grpc.StatusCode.UNAVAILABLE
+    return unavailable and "failed to connect" in (error.details() or "")
 
 
 def _event(response: pb.GenerateStreamResponse) -> Event:

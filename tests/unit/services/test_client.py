@@ -78,9 +78,9 @@ def test_what_no_message_can_hold_is_an_invalid_request(
         request_of(prompt, options)
 
 
-async def test_no_server_is_unavailable() -> None:
+async def test_no_server_is_unavailable_and_the_remedy_is_named() -> None:
     async with Client("127.0.0.1:1") as client:
-        with pytest.raises(Unavailable):
+        with pytest.raises(Unavailable, match="paceline serve"):
             async for _ in client.generate_stream("x", timeout_s=5):
                 pass
 
