@@ -1,8 +1,8 @@
 """Attention of ragged rows over slots; a row's bits do not depend on which rows share its batch.
 
-The fused CPU kernel sums a row in an order of its own as long as it gets its keys in whole blocks
-of 512 and its query rows in fours (both measured); so tiles are padded to that, and masked columns
-are exact no-ops.
+The fused CPU kernel sums over the keys of a row in an order that only the number of keys decides,
+as long as query rows come in fours (both measured). So a row always gets its keys padded to whole
+blocks by its own position: rows are cut into tiles where that number changes.
 """
 
 from collections.abc import Iterable
@@ -17,20 +17,23 @@ from target_workers.model.batch import IntArray, RowBatch, Run
 from target_workers.model.config import ModelConfig
 from target_workers.model.kv_cache import KVCache
 
-KEY_BLOCK = 512  # keys per block of the kernel: a shorter block takes another order of sums
+KEY_BLOCK = 128  # shorter ones save keys that are only masked, and cost calls
 QUERY_BLOCK = 4  # fewer query rows take another code path
-LOOSE_KEY_BLOCK = 64  # key padding where equal bits are not asked for
-TILE_ROWS = 128  # a longer run is cut, so that its first rows do not pay for its last keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tile:
-    """Some rows of one run: flat rows [first, first + count), the last at position `end` - 1."""
+    """Rows of one run within one block of positions: flat rows [first, first + count)."""
 
     run: Run
     first: int
     count: int
-    end: int
+    end: int  # the position after the last row
+
+    @property
+    def keys(self) -> int:
+        """Keys its rows get, masked ones included."""
+        return -(-self.end // KEY_BLOCK) * KEY_BLOCK
 
     def fill(self, slots: IntArray) -> None:
         """Write the slot of every position; the padding repeats one of the run's own slots."""
@@ -42,11 +45,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TileGroup:
-    """Tiles of about one size, attended in one call."""
+    """Tiles of the same number of keys and about as many rows, attended in one call."""
 
     queries: Tensor  # [tiles * kv_heads * queries], into rows x (heads + kv_heads)
     slots: Tensor  # [tiles * keys]
     mask: Tensor  # [tiles, 1, queries, keys], 0 or -inf
+    gathered: Tensor  # [tiles * keys, 2, kv_heads, head_dim], used anew by each layer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,15 +99,12 @@ def attend_reference(qk: Tensor, cached: Tensor, plan: AttentionPlan) -> Tensor:
     return torch.stack(outputs).to(qk.dtype)
 
 
-def plan_attention(
-    batch: RowBatch, config: ModelConfig, dtype: torch.dtype, *, exact: bool
-) -> AttentionPlan:
-    """Cut the runs into tiles, group tiles of about one size and build maps and masks."""
-    block = KEY_BLOCK if exact else LOOSE_KEY_BLOCK
+def plan_attention(batch: RowBatch, config: ModelConfig, dtype: torch.dtype) -> AttentionPlan:
+    """Cut the runs into tiles, group tiles of one size and build maps and masks."""
     positions = batch.positions.numpy()
     groups, output, base = [], np.empty((len(positions), config.num_heads), np.int64), 0
-    for tiles in _group(_cut(batch.runs), block):
-        group = _build_group(tiles, positions, config, block, dtype)
+    for tiles in _group(_cut(batch.runs)):
+        group = _build_group(tiles, positions, config, dtype)
         queries = group.mask.shape[2]
         for index, tile in enumerate(tiles):
             rows = slice(tile.first, tile.first + tile.count)
@@ -119,8 +120,8 @@ def _attend_group(flat: Tensor, cached: Tensor, group: TileGroup) -> Tensor:
     tiles, _, queries, keys = group.mask.shape
     _, _, kv_heads, head_dim = cached.shape
     query = flat.index_select(0, group.queries).view(tiles, kv_heads, queries, head_dim)
-    kv = cached.index_select(0, group.slots).view(tiles, keys, 2, kv_heads, head_dim)
-    key, value = kv.permute(2, 0, 3, 1, 4).unbind(0)
+    kv = torch.index_select(cached, 0, group.slots, out=group.gathered)
+    key, value = kv.view(tiles, keys, 2, kv_heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask)
     return out.transpose(1, 2).reshape(-1, head_dim)
 
@@ -128,19 +129,19 @@ def _attend_group(flat: Tensor, cached: Tensor, group: TileGroup) -> Tensor:
 def _cut(runs: Iterable[Run]) -> list[Tile]:
     tiles, first = [], 0
     for run in runs:
-        for offset in range(0, len(run.tokens), TILE_ROWS):
-            count = min(TILE_ROWS, len(run.tokens) - offset)
-            tiles.append(Tile(run, first + offset, count, run.start + offset + count))
-        first += len(run.tokens)
+        start = run.start
+        while start < run.end:
+            end = min(start - start % KEY_BLOCK + KEY_BLOCK, run.end)
+            tiles.append(Tile(run, first, end - start, end))
+            first, start = first + end - start, end
     return tiles
 
 
-def _group(tiles: list[Tile], block: int) -> list[list[Tile]]:
-    """Tiles that waste little when padded to the largest among them."""
+def _group(tiles: list[Tile]) -> list[list[Tile]]:
+    """Tiles that waste little when their rows are padded to the most among them."""
     groups: dict[tuple[int, int], list[Tile]] = {}
     for tile in tiles:
-        blocks = -(-tile.end // block)
-        groups.setdefault((_size_class(tile.count), _size_class(blocks)), []).append(tile)
+        groups.setdefault((_size_class(tile.count), tile.keys), []).append(tile)
     return list(groups.values())
 
 
@@ -151,9 +152,9 @@ def _size_class(size: int) -> int:
 
 
 def _build_group(
-    tiles: list[Tile], positions: IntArray, config: ModelConfig, block: int, dtype: torch.dtype
+    tiles: list[Tile], positions: IntArray, config: ModelConfig, dtype: torch.dtype
 ) -> TileGroup:
-    keys = -(-max(tile.end for tile in tiles) // block) * block
+    keys = tiles[0].keys
     slots = np.empty((len(tiles), keys), np.int64)
     for tile, row in zip(tiles, slots, strict=True):
         tile.fill(row)
@@ -168,7 +169,12 @@ def _build_group(
     queries = rows[:, None] * stride + heads  # [tiles, kv_heads, queries]
     hidden = torch.arange(keys) > torch.from_numpy(positions[rows])[:, None, :, None]
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
-    return TileGroup(torch.from_numpy(queries.ravel()), torch.from_numpy(slots.ravel()), mask)
+    return TileGroup(
+        queries=torch.from_numpy(queries.ravel()),
+        slots=torch.from_numpy(slots.ravel()),
+        mask=mask,
+        gathered=torch.empty((slots.size, 2, config.num_kv_heads, config.head_dim), dtype=dtype),
+    )
 
 
 def _output_map(index: int, count: int, queries: int, config: ModelConfig) -> IntArray:

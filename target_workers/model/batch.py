@@ -42,12 +42,11 @@ class RowBatch:
     num_rows: int
     runs: tuple[Run, ...]
 
-    def padded(self, multiple: int) -> "RowBatch":
-        """The same rows, their number raised to a multiple."""
-        missing = -self.num_rows % multiple
-        if not missing:
+    def padded(self, least: int) -> "RowBatch":
+        """The same rows, at least `least` of them."""
+        if len(self.tokens) >= least:
             return self
-        repeat = torch.arange(self.num_rows + missing).clamp_(max=self.num_rows - 1)
+        repeat = torch.arange(least).clamp_(max=self.num_rows - 1)
         return RowBatch(
             tokens=self.tokens[repeat],
             positions=self.positions[repeat],

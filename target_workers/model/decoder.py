@@ -34,8 +34,7 @@ class Decoder(nn.Module):
         self.norm = norm
         self.head = head
         self.rotary = Rotary(config, embedding.dtype)
-        self.exact = False
-        self.row_multiple = 1
+        self.least_rows = 1  # a batch is filled up once, not by each linear
 
     @torch.inference_mode()
     def stream(self, batch: RowBatch, cache: KVCache) -> Iterator[Tensor]:
@@ -44,8 +43,8 @@ class Decoder(nn.Module):
         A block runs when its result is asked for: stop early to run the first blocks only, or pick
         states on the way. Keys and values of the blocks that ran are in the cache.
         """
-        rows = batch.padded(self.row_multiple)
-        plan = plan_attention(rows, self.config, self.dtype, exact=self.exact)
+        rows = batch.padded(self.least_rows)
+        plan = plan_attention(rows, self.config, self.dtype)
         attend = CachedAttention(plan, cache)
         angles = self.rotary(rows.positions)
         x = self.embedding[rows.tokens]
@@ -70,8 +69,5 @@ class Decoder(nn.Module):
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [n, vocab] of normed hidden states [n, hidden]."""
-        missing = -len(hidden) % self.row_multiple
-        if missing:
-            hidden = torch.cat((hidden, hidden[-1:].expand(missing, -1)))
-        rows: Tensor = self.head(hidden)
-        return rows[: len(rows) - missing].float()
+        logits: Tensor = self.head(hidden)
+        return logits.float()

@@ -14,7 +14,7 @@ from target_workers.model.layers import Linear
 
 REFERENCE_ROWS = 8
 PROBE_ROWS = 24
-PROBE_SIZES = (1, 2, 3, 4, 6, 9, 16, 33)
+PROBE_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 33, 64)
 PROBE_OUTPUTS = 4096  # more outputs are more of the same; the self-test sees the real ones
 HEAD_OUTPUTS = 16384  # a wider linear is a vocabulary, whose outputs for 512 rows would be large
 
@@ -25,18 +25,19 @@ class ExactModeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class RowRule:
-    """Calls get a multiple of `multiple` rows and at most `most`."""
+    """Calls get at least `least` rows and at most `most`."""
 
-    multiple: int
+    least: int
     most: int
 
 
-RULES = tuple(RowRule(*rule) for rule in ((1, 512), (2, 512), (1, 64), (2, 64), (8, 64), (8, 8)))
+# A call of 4 rows takes no longer than one of 1, and less than one of 2 (both measured).
+RULES = tuple(RowRule(*rule) for rule in ((1, 512), (4, 512), (1, 64), (4, 64), (8, 64), (8, 8)))
 
 
 @torch.inference_mode()
-def fit_rows(linears: Iterable[Linear]) -> int:
-    """Give every linear its most rows a call; returns the multiple of rows that suits all.
+def fit_rows(linears: Iterable[Linear]) -> None:
+    """Give every linear the least and most rows of a call.
 
     Raises ExactModeError when even calls of eight rows disagree.
     """
@@ -45,8 +46,7 @@ def fit_rows(linears: Iterable[Linear]) -> int:
         kind = (linear.out_features, linear.in_features)
         if kind not in rules:
             rules[kind] = _find_rule(linear)
-        linear.most_rows = rules[kind].most
-    return max((rule.multiple for rule in rules.values()), default=1)
+        linear.least_rows, linear.most_rows = rules[kind].least, rules[kind].most
 
 
 def _find_rule(linear: Linear) -> RowRule:
@@ -54,9 +54,9 @@ def _find_rule(linear: Linear) -> RowRule:
     expected = _in_calls(probe, rows, REFERENCE_ROWS)
     most = 64 if linear.out_features >= HEAD_OUTPUTS else 512
     for rule in RULES:
-        sizes = {size - size % rule.multiple for size in (*PROBE_SIZES, rule.most)} - {0}
+        sizes = [size for size in (*PROBE_SIZES, most) if rule.least <= size <= rule.most]
         if rule.most <= most and all(
-            torch.equal(_in_calls(probe, rows, size), expected) for size in sorted(sizes)
+            torch.equal(_in_calls(probe, rows, size), expected) for size in sizes
         ):
             return rule
     raise ExactModeError(

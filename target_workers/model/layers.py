@@ -30,7 +30,7 @@ class Linear(nn.Module):
         self.weight: nn.Parameter | None = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.packed: Tensor | None = None
-        self.most_rows = UNLIMITED_ROWS
+        self.least_rows, self.most_rows = 1, UNLIMITED_ROWS
 
     def pack(self) -> None:
         """Reorder the weight for oneDNN, where its CPU kernels know the type."""
@@ -39,10 +39,13 @@ class Linear(nn.Module):
             self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, in] to [rows, out], in calls of at most `most_rows` rows."""
-        if len(x) <= self.most_rows:
+        """[rows, in] to [rows, out], in calls of `least_rows` to `most_rows` rows."""
+        if self.least_rows <= len(x) <= self.most_rows:
             return self._call(x)
-        return torch.cat([self._call(part) for part in torch.split(x, self.most_rows)])
+        calls = -(-len(x) // self.most_rows)
+        size = max(-(-len(x) // calls), self.least_rows)
+        filled = torch.cat((x, x[-1:].expand(calls * size - len(x), -1)))
+        return torch.cat([self._call(part) for part in torch.split(filled, size)])[: len(x)]
 
     def _call(self, x: Tensor) -> Tensor:
         if self.weight is not None:

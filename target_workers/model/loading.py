@@ -32,7 +32,8 @@ def load_decoder(folder: Path | str, *, dtype: torch.dtype, exact: bool) -> Deco
     for linear in linears:
         linear.pack()
     if exact:
-        decoder.exact, decoder.row_multiple = True, fit_rows(linears)
+        fit_rows(linears)
+        decoder.least_rows = max(linear.least_rows for linear in linears)
     return decoder
 
 

@@ -8,15 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from target_workers.model.noise import (
-    gumbel_of,
-    hash_bound,
-    hashes,
-    ids_above,
-    row_keys,
-)
+from target_workers.model.noise import gumbel_of, hash_bound, hashes, ids_above, row_keys
 
 LEADERS = 64  # tokens with the best logits get their noise at once
+ANY_NOISE = -100.0  # below all noise
 SLACK = 1e-6  # covers the rounding of scores, far above float64's
 
 
@@ -93,7 +88,8 @@ def _perturbed(logits: Tensor, temperatures: Tensor, keys: Tensor, count: int) -
     values, ids = logits.topk(min(max(LEADERS, count), vocab))
     leaders = _scores(values, temperatures[:, None], hashes(keys[:, None], ids))
     to_beat = leaders.topk(count).values[:, -1]
-    bounds = hash_bound(to_beat - values[:, -1].double() / temperatures - SLACK)
+    noise = to_beat - values[:, -1].double() / temperatures - SLACK
+    bounds = hash_bound(noise.nan_to_num(nan=ANY_NOISE))  # -inf - -inf: all are masked but a few
     row, lucky = ids_above(keys, bounds, vocab)
     places = torch.arange(num_rows)[:, None] * vocab + ids
     places = torch.unique(torch.cat((places.view(-1), row * vocab + lucky)))

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from target_workers.model.attention import KEY_BLOCK, TILE_ROWS
+from target_workers.model.attention import KEY_BLOCK
 from target_workers.model.batch import IntArray, Run, build_batch
 from target_workers.model.decoder import Decoder
 from target_workers.model.exact import ExactModeError
@@ -16,14 +16,15 @@ from target_workers.model.kv_cache import KVCache
 
 BLOCKS = 2  # every block calls the same kernels on the same shapes
 ROWS_ALONE = 12
-SCRATCH_SLOTS = 3 * KEY_BLOCK
+KERNEL_KEYS = 512  # the attention kernel itself works in blocks of so many
+SCRATCH_SLOTS = 3 * KERNEL_KEYS
 
 
 @torch.inference_mode()
 def exact_self_test(decoder: Decoder, seed: int) -> bool:
     """Compare rows of a random batch with the same rows in other company, bit for bit.
 
-    The batch mixes prefill, decode and tree rows with contexts on both sides of a block of keys;
+    The batch mixes prefill, decode and tree rows with contexts on both sides of blocks of keys;
     what came before is random keys and values. Returns whether the number of threads may change
     between steps too. Raises ExactModeError.
     """
@@ -79,11 +80,12 @@ def _expect_equal(got: Tensor, expected: Tensor, run: Run, company: str) -> None
 
 
 def _random_runs(decoder: Decoder, generator: np.random.Generator) -> list[Run]:
-    """Prefill from the start, a chunk over a block edge, decode rows and a tree of three runs."""
-    edge = KEY_BLOCK + int(generator.integers(-6, 2))
-    shapes = [(0, 21), (edge - TILE_ROWS, TILE_ROWS + 11), (40, 1), (edge, 1), (KEY_BLOCK - 3, 5)]
+    """Prefill from the start, a chunk over two edges, decode rows and a tree of three runs."""
+    edge = KERNEL_KEYS + int(generator.integers(-6, 2))
+    chunk = (edge - KEY_BLOCK, KEY_BLOCK + 11)
+    shapes = [(0, 21), chunk, (40, 1), (edge, 1), (edge, 1), (KERNEL_KEYS - 3, 5)]
     limit, vocab = decoder.config.max_context, decoder.config.vocab_size
-    history, free = np.split(generator.permutation(SCRATCH_SLOTS), [2 * KEY_BLOCK])
+    history, free = np.split(generator.permutation(SCRATCH_SLOTS), [2 * KERNEL_KEYS])
     runs = []
     for start, count in shapes:
         start = max(min(start, limit - count), 0)

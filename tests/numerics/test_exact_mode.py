@@ -56,7 +56,7 @@ def test_decoding_token_by_token_gives_the_bits_of_prefill(decoder: Decoder) -> 
     assert torch.equal(in_chunks(decoder, path, [480, *[1] * 50]), once)
 
 
-@pytest.mark.parametrize("context", [1, 40, 505])
+@pytest.mark.parametrize("context", [1, 40, 125, 505])
 def test_every_tree_node_has_the_bits_of_its_path_alone(decoder: Decoder, context: int) -> None:
     path = Path(random_tokens(context, context), 3)
     tokens, parents = random_tokens(14, seed=5), random_parents(14, seed=context)
@@ -125,9 +125,32 @@ def test_the_self_test_names_what_differs(tiny_llama: FilePath) -> None:
         exact_self_test(decoder, seed=0)
 
 
-def test_a_linear_that_needs_eight_rows_is_found_out() -> None:
+def test_a_linear_that_needs_company_gets_it() -> None:
     plain = Linear(torch.randn(128, 64, generator=torch.Generator().manual_seed(0)))
-    assert fit_rows([plain]) == 8
+    rows = torch.randn(1100, 64, generator=torch.Generator().manual_seed(1))
+    assert not torch.equal(plain(rows)[:1], plain(rows[:1]))
+    fit_rows([plain])
+    assert plain.least_rows > 1
+    expected = plain(rows)
+    for begin, end in ((0, 1), (5, 8), (0, 513), (1, 1030)):
+        assert torch.equal(plain(rows[begin:end]), expected[begin:end])
+
+
+@pytest.mark.parametrize("rule", [(1, 512), (4, 512), (8, 8), (4, 5)])
+def test_calls_keep_to_the_rule(rule: tuple[int, int]) -> None:
+    seen: list[int] = []
+
+    class Watched(Linear):
+        def _call(self, x: Tensor) -> Tensor:
+            seen.append(len(x))
+            return super()._call(x)
+
+    linear = Watched(torch.eye(3))
+    linear.least_rows, linear.most_rows = rule
+    for count in (1, 2, 7, 8, 9, 63, 512, 513, 1025):
+        rows = torch.randn(count, 3)
+        assert torch.equal(linear(rows), rows)
+    assert rule[0] <= min(seen) and max(seen) <= rule[1]
 
 
 class Unsteady(Linear):
@@ -145,8 +168,7 @@ def test_a_linear_that_never_repeats_itself_is_refused() -> None:
         fit_rows([Unsteady(torch.randn(128, 64))])
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_attention_is_what_its_definition_says(exact: bool, tiny_llama: FilePath) -> None:
+def test_attention_is_what_its_definition_says(tiny_llama: FilePath) -> None:
     config = ModelConfig.from_folder(tiny_llama)
     generator = np.random.default_rng(3)
     slots = generator.permutation(NUM_SLOTS)
@@ -155,7 +177,7 @@ def test_attention_is_what_its_definition_says(exact: bool, tiny_llama: FilePath
         new, slots = np.split(slots, [count])
         runs.append(Run(random_tokens(count, 1), start, new, generator.permutation(slots)[:start]))
     batch = build_batch(runs).padded(8)
-    plan = plan_attention(batch, config, torch.float32, exact=exact)
+    plan = plan_attention(batch, config, torch.float32)
     heads = config.num_heads + config.num_kv_heads
     qk = torch.randn(len(batch.tokens), heads, config.head_dim)
     cached = torch.randn(NUM_SLOTS, 2, config.num_kv_heads, config.head_dim)

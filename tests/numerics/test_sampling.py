@@ -118,6 +118,10 @@ def test_a_masked_token_is_never_chosen() -> None:
     rows = torch.arange(200)
     choice = choose(logits, torch.full((200,), 5.0), rows, rows)
     assert set(choice.tokens.tolist()) == {40, 41, 42}
+    ranked = top_perturbed(logits, torch.full((200,), 5.0), rows, rows, 8).tokens
+    assert torch.equal(ranked[:, 0], choice.tokens)
+    assert torch.equal(ranked[:, :3].sort().values, torch.tensor([40, 41, 42]).expand(200, -1))
+    assert torch.equal(ranked[:, 3:], torch.arange(5).expand(200, -1))
 
 
 def test_log_probabilities_are_of_the_softmax_at_the_temperature() -> None:

@@ -23,7 +23,7 @@ def test_rows_come_in_run_order() -> None:
 
 def test_padding_repeats_the_last_row() -> None:
     batch = build_batch([run_of([7, 8, 9], 2, 0)])
-    assert batch.padded(3) is batch
+    assert batch.padded(3) is batch and batch.padded(2) is batch
     padded = batch.padded(8)
     assert padded.tokens.tolist() == [7, 8, 9, 9, 9, 9, 9, 9]
     assert padded.positions.tolist() == [2, 3, 4, 4, 4, 4, 4, 4]
