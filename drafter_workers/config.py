@@ -43,6 +43,7 @@ class DrafterConfig:
 
     path: str
     method: str = "small_model"
+    device: str = "cpu"
     dtype: str = "bf16"
     exact: bool = False
     num_slots: int = 65536

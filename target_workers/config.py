@@ -13,6 +13,7 @@ class TargetConfig:
     """
 
     path: str
+    device: str = "cpu"
     dtype: str = "bf16"
     exact: bool = True
     page_size: int = 16

@@ -14,8 +14,11 @@ from target_workers.model.kv_cache import KVCache
 from target_workers.model.loading import load_decoder, model_hash
 from target_workers.model.noise import as_int64
 from target_workers.model.sampling import choose
+from target_workers.model.self_test import exact_self_test
 from target_workers.pages import Slots
 from target_workers.rows import Draws, Run
+
+SELF_TEST_SEED = 0
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -55,8 +58,10 @@ class DecoderForward:
 def load_target(config: TargetConfig, *, vocab_hash: str, incarnation: int) -> TargetEngine:
     """Load a model into an engine. Raises ModelError and ExactModeError."""
     dtype = DTYPES[config.dtype]
-    decoder = load_decoder(config.path, dtype=dtype, exact=config.exact)
-    cache = KVCache(decoder.config, config.page_size * config.num_pages, dtype)
+    decoder = load_decoder(config.path, dtype=dtype, exact=config.exact, device=config.device)
+    # Bits that depend on the number of threads forbid changing it between steps.
+    may_change = exact_self_test(decoder, SELF_TEST_SEED) if config.exact else True
+    cache = KVCache(decoder.config, config.page_size * config.num_pages, dtype, config.device)
     hello = Hello(
         PROTOCOL,
         "target",
@@ -69,4 +74,9 @@ def load_target(config: TargetConfig, *, vocab_hash: str, incarnation: int) -> T
         config.num_pages,
         config.max_rows,
     )
-    return TargetEngine(hello, DecoderForward(decoder, cache), torch.set_num_threads)
+    set_cores = torch.set_num_threads if may_change else _keep_cores
+    return TargetEngine(hello, DecoderForward(decoder, cache), set_cores)
+
+
+def _keep_cores(_cores: int) -> None:
+    """Leave the number of threads as it is."""

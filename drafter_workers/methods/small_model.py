@@ -172,8 +172,9 @@ class SmallModel:
 def build(config: DrafterConfig) -> SmallModel:
     """Load a model folder as a drafter. Raises ModelError and ExactModeError."""
     dtype = DTYPES[config.dtype]
-    decoder = load_decoder(config.path, dtype=dtype, exact=config.exact)
-    return SmallModel(decoder, KVCache(decoder.config, config.num_slots, dtype), config)
+    decoder = load_decoder(config.path, dtype=dtype, exact=config.exact, device=config.device)
+    cache = KVCache(decoder.config, config.num_slots, dtype, config.device)
+    return SmallModel(decoder, cache, config)
 
 
 def _below(root: int | None, nodes: dict[int, _Node]) -> dict[int, _Node]:

@@ -52,6 +52,11 @@ class TileGroup:
     mask: Tensor  # [tiles, 1, queries, keys], 0 or -inf
     gathered: Tensor  # [tiles * keys, 2, kv_heads, head_dim], used anew by each layer
 
+    def to(self, device: torch.device) -> "TileGroup":
+        """The same group on a device."""
+        parts = (self.queries, self.slots, self.mask, self.gathered)
+        return TileGroup(*(part.to(device) for part in parts))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
@@ -61,6 +66,12 @@ class AttentionPlan:
     output: Tensor  # [rows * heads], into the groups' outputs one after another
     batch: RowBatch
     config: ModelConfig
+
+    def to(self, device: torch.device) -> "AttentionPlan":
+        """The same plan with its maps and masks on a device."""
+        groups = tuple(group.to(device) for group in self.groups)
+        output, batch = self.output.to(device), self.batch.to(device)
+        return AttentionPlan(groups, output, batch, self.config)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

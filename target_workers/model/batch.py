@@ -1,7 +1,7 @@
 """The rows of one forward: runs of consecutive positions, laid out flat without padding."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -53,6 +53,15 @@ class RowBatch:
             slots=self.slots[repeat],
             num_rows=self.num_rows,
             runs=self.runs,
+        )
+
+    def to(self, device: torch.device) -> "RowBatch":
+        """The same rows on a device; the runs stay where plans are made."""
+        return replace(
+            self,
+            tokens=self.tokens.to(device),
+            positions=self.positions.to(device),
+            slots=self.slots.to(device),
         )
 
 

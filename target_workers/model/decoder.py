@@ -43,11 +43,11 @@ class Decoder(nn.Module):
         A block runs when its result is asked for: stop early to run the first blocks only, or pick
         states on the way. Keys and values of the blocks that ran are in the cache.
         """
-        rows = batch.padded(self.least_rows)
-        plan = plan_attention(rows, self.config, self.dtype)
+        plan = plan_attention(batch.padded(self.least_rows), self.config, self.dtype)
+        plan = plan.to(self.embedding.device)
         attend = CachedAttention(plan, cache)
-        angles = self.rotary(rows.positions)
-        x = self.embedding[rows.tokens]
+        angles = self.rotary(plan.batch.positions)
+        x = self.embedding[plan.batch.tokens]
         yield x[: batch.num_rows]
         for block in self.blocks:
             x = block(x, angles, attend)
@@ -68,6 +68,6 @@ class Decoder(nn.Module):
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [n, vocab] of normed hidden states [n, hidden]."""
+        """Float32 logits [n, vocab], on the CPU, of normed hidden states [n, hidden]."""
         logits: Tensor = self.head(hidden)
-        return logits.float()
+        return logits.float().cpu()

@@ -11,11 +11,14 @@ from target_workers.model.config import ModelConfig
 class KVCache:
     """A row of one layer holds its keys, then its values: one gather fetches both."""
 
-    def __init__(self, config: ModelConfig, num_slots: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, config: ModelConfig, num_slots: int, dtype: torch.dtype, device: str = "cpu"
+    ) -> None:
         self.num_slots = num_slots
         self.dtype = dtype
         shape = (config.num_layers, num_slots, 2, config.num_kv_heads, config.head_dim)
-        self._data = torch.zeros(shape, dtype=dtype)  # zeros: what a mask hides must be finite
+        # Zeros: what a mask hides must be finite.
+        self._data = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = self._data.unbind(0)
 
     @classmethod
@@ -47,4 +50,5 @@ class KVCache:
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy `source` slots onto `target` slots in all layers; the two may overlap."""
         if source.numel():
+            source, target = source.to(self._data.device), target.to(self._data.device)
             self._data.index_copy_(1, target, self._data.index_select(1, source))

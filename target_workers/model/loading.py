@@ -6,19 +6,23 @@ import torch
 from torch import Tensor
 
 from target_workers.model.checkpoint import Checkpoint, model_hash
-from target_workers.model.config import ModelConfig
+from target_workers.model.config import ModelConfig, ModelError
 from target_workers.model.decoder import Decoder
-from target_workers.model.exact import fit_rows
+from target_workers.model.exact import ExactModeError, fit_rows
 from target_workers.model.layers import Block, BlockParts, HeadNorm, Linear, RMSNorm
 
 __all__ = ["load_decoder", "model_hash"]
 
 
-def load_decoder(folder: Path | str, *, dtype: torch.dtype, exact: bool) -> Decoder:
-    """Load a model folder, weights packed for the CPU's kernels.
+def load_decoder(
+    folder: Path | str, *, dtype: torch.dtype, exact: bool, device: str = "cpu"
+) -> Decoder:
+    """Load a model folder onto a device; on the CPU with weights packed for its kernels.
 
-    Raises ModelError, and ExactModeError where `exact` cannot be had.
+    Raises ModelError, and ExactModeError where `exact` cannot be had. Not yet run on CUDA.
     """
+    if device != "cpu":
+        _check_device(device, exact=exact)
     config = ModelConfig.from_folder(folder)
     tensors = Checkpoint(Path(folder), dtype)
     hidden, vocab = config.hidden_size, config.vocab_size
@@ -28,6 +32,8 @@ def load_decoder(folder: Path | str, *, dtype: torch.dtype, exact: bool) -> Deco
     head = Linear(embedding if config.tied else tensors.take("lm_head.weight", vocab, hidden))
     tensors.finish(ignored=frozenset({"lm_head.weight"} if config.tied else ()))
     decoder = Decoder(config, embedding, blocks, norm, head)
+    if device != "cpu":
+        return decoder.to(device)
     linears = [module for module in decoder.modules() if isinstance(module, Linear)]
     for linear in linears:
         linear.pack()
@@ -35,6 +41,13 @@ def load_decoder(folder: Path | str, *, dtype: torch.dtype, exact: bool) -> Deco
         fit_rows(linears)
         decoder.least_rows = max(linear.least_rows for linear in linears)
     return decoder
+
+
+def _check_device(device: str, *, exact: bool) -> None:
+    if exact:
+        raise ExactModeError(f"exact mode is for CPUs so far, not {device}; set exact = false")
+    if not torch.cuda.is_available():
+        raise ModelError("no CUDA device is visible to this worker; set device to cpu")
 
 
 def _block(index: int, config: ModelConfig, tensors: Checkpoint) -> Block:
