@@ -164,7 +164,7 @@ async def test_a_worker_that_cannot_be_built_says_why() -> None:
 async def test_idle_threads_of_a_worker_sleep() -> None:
     worker = actor(TargetActor, Recipe("tests.integration.test_ray_workers:openmp_engine"))
     port = StreamPort("toy", locate(worker), SECRET, LinkLimits(connect_s=20.0))
-    assert (await connected(port)).model_hash == "threads: 1, idle: PASSIVE"
+    assert (await connected(port)).model_hash == "threads: 1, idle: 2000"
     await port.close()
     ray.kill(worker)
 
@@ -188,7 +188,7 @@ async def test_describe_answers_while_the_engine_computes() -> None:
 def openmp_engine(incarnation: int) -> Engine:
     """A toy engine whose model is what OpenMP was told."""
     engine = ToyEngine(incarnation)
-    told = f"threads: {os.environ['OMP_NUM_THREADS']}, idle: {os.environ['OMP_WAIT_POLICY']}"
+    told = f"threads: {os.environ['OMP_NUM_THREADS']}, idle: {os.environ['GOMP_SPINCOUNT']}"
     engine.said = dataclasses.replace(engine.said, model_hash=told)
     return engine
 
