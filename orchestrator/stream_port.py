@@ -54,6 +54,8 @@ class _Stream:
             self.outbox.close("closed by the orchestrator")
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
+            # Its traceback refers to this stream, whose connection ends with the last reference.
+            del self._writing
         finally:
             self._call.cancel()
             await self._channel.close()

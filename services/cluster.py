@@ -5,8 +5,11 @@ No step passes through Ray: it places, finds and restarts workers.
 
 import asyncio
 import logging
+import signal
+import threading
 import uuid
 from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager, suppress
 from typing import Protocol, cast
 
@@ -40,14 +43,30 @@ class WorkerActor(Protocol):
 @asynccontextmanager
 async def ray_running(address: str, num_cpus: int) -> AsyncIterator[None]:
     """Ray with at least `num_cpus`, started here or joined at `address`. Raises LaunchError."""
-    starting = asyncio.ensure_future(asyncio.to_thread(_init, address, num_cpus))
+    started: Future[None] = Future()
+    ended: Future[None] = Future()
+    over = threading.Event()
+
+    def keep() -> None:
+        try:
+            _init(address, num_cpus)
+            started.set_result(None)
+            over.wait()
+            ray.shutdown()
+        except LaunchError as error:
+            started.set_exception(error)
+        ended.set_result(None)
+
+    # Ray's processes die with the thread that started them, so one thread stays with them. It is
+    # a daemon: a start that hangs does not keep this process.
+    threading.Thread(target=keep, name="ray", daemon=True).start()
     try:
-        await asyncio.shield(starting)
+        await asyncio.shield(asyncio.wrap_future(started))
+        _take_signals_back()
         yield
     finally:
-        # An interrupted start has to end before it can be undone.
-        await asyncio.wait({starting})
-        await asyncio.to_thread(ray.shutdown)
+        over.set()
+        await asyncio.wait({asyncio.wrap_future(ended)}, timeout=STOP_S)
 
 
 def _init(address: str, num_cpus: int) -> None:
@@ -67,18 +86,32 @@ def _init(address: str, num_cpus: int) -> None:
         raise LaunchError(f"cannot {where}: {error}") from error
 
 
+def _take_signals_back() -> None:
+    """Ray lays handlers under Python's that print a stack; set Python's own again."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.getsignal(number))
+            signal.siginterrupt(number, False)
+
+
 @asynccontextmanager
 async def reserved(
-    cpus: Sequence[int], timeout_s: float, *, together: bool
+    cpus: Sequence[int], timeout_s: float, *, here: bool
 ) -> AsyncIterator[PlacementGroup]:
-    """Room for one worker per number of `cpus`, `together` on one node. Raises LaunchError."""
+    """Room for one worker per number of `cpus`, on this node or any. Raises LaunchError.
+
+    The actors in it end with it.
+    """
     bundles: list[dict[str, float]] = [{"CPU": float(count)} for count in cpus]
-    group = placement_group(bundles, strategy="STRICT_PACK" if together else "PACK")
+    group = placement_group(bundles, strategy="STRICT_PACK" if here else "PACK")
     try:
         await _wait_for_room(group, timeout_s)
         yield group
     finally:
-        remove_placement_group(group)
+        if not here:  # Where Ray itself ends, so does everything in it.
+            removing = asyncio.to_thread(remove_placement_group, group)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(removing, STOP_S)
 
 
 async def _wait_for_room(group: PlacementGroup, timeout_s: float) -> None:
@@ -94,7 +127,7 @@ async def _wait_for_room(group: PlacementGroup, timeout_s: float) -> None:
 
 
 class Worker:
-    """One placed actor: it is found again after a restart, and stopped for good."""
+    """One placed actor: it is found again after a restart."""
 
     def __init__(self, name: str, actor: ActorHandle[WorkerActor], secret: str) -> None:
         self.name = name
@@ -120,12 +153,9 @@ class Worker:
             raise WorkerLost(f"{self.name} is dead: {error}") from error
 
     async def stop(self) -> None:
-        """End its session and engine, then its process; returns when Ray has seen it end."""
+        """End its session and engine; the process ends with the room it has."""
         with suppress(RayActorError, RayTaskError, TimeoutError):
             await asyncio.wait_for(self._actor.stop.remote(), STOP_S)
-        ray.kill(self._actor)
-        with suppress(RayActorError, TimeoutError):
-            await asyncio.wait_for(self._actor.describe.remote(), STOP_S)
 
 
 class Placer:

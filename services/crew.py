@@ -51,7 +51,7 @@ async def muster(
     say(f"joining Ray at {cluster.address}" if cluster.address else "starting Ray")
     cpus = [member.num_cpus for member in placed]
     await stack.enter_async_context(ray_running(cluster.address, sum(cpus)))
-    room = reserved(cpus, cluster.start_timeout_s, together=not cluster.address)
+    room = reserved(cpus, cluster.start_timeout_s, here=not cluster.address)
     secret = secrets.token_hex(32)
     placer = Placer(await stack.enter_async_context(room), secret)
     host = "" if cluster.address else LOOPBACK

@@ -158,8 +158,6 @@ async def serve(config: Config, say: Say) -> None:
     _on_signals(task, signals)
     try:
         async with launched(config, say):
-            # Ray has put its own handlers in their place.
-            _on_signals(task, signals)
             await asyncio.Event().wait()
     except asyncio.CancelledError:
         if not signals:

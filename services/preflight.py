@@ -10,6 +10,7 @@ from services.errors import ConfigError, PacelineError, TokenizerError
 from services.pull import PullError, resolve
 from services.tokenizer import Tokenizer, load_tokenizer
 
+REACH_S = 5.0
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -36,6 +37,7 @@ def check(config: Config, methods: tuple[str, ...]) -> Models:
     """Everything that can be told without a model's code. Raises ConfigError."""
     _check_supported(config, methods)
     _check_addresses(config.server)
+    _check_cluster(config.cluster.address)
     target = _folder("model.path", config.model.path)
     tokenizer = _tokenizer("model.path", target)
     if "drafter" not in config.speculation.sources:
@@ -87,6 +89,20 @@ def _check_addresses(server: ServerConfig) -> None:
                 f"server.{key}: cannot listen on {address} ({error.strerror}); "
                 "stop what runs there or choose another address"
             ) from error
+
+
+def _check_cluster(address: str) -> None:
+    """Ray itself would try for minutes to reach a cluster that is not there."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), REACH_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"cluster.address: nothing answers at {address} ({error.strerror or error}); "
+            "start Ray there, or leave it empty to start Ray here"
+        ) from error
 
 
 def _folder(key: str, path: str) -> Path:

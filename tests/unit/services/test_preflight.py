@@ -1,0 +1,126 @@
+"""What cannot work is refused by name, before anything is started."""
+
+import re
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from services.config import (
+    ClusterConfig,
+    Config,
+    DrafterConfig,
+    ModelConfig,
+    ServerConfig,
+    SpeculationConfig,
+    TargetConfig,
+)
+from services.errors import ConfigError
+from services.preflight import check, memory_bytes
+from tests.unit.services.tiny_folder import byte_level_folder, sentencepiece_folder
+
+METHODS = ("small_model",)
+
+
+@pytest.fixture
+def good(folder: Path) -> Config:
+    server = ServerConfig(grpc="127.0.0.1:0", health="127.0.0.1:0", http="", metrics="")
+    return Config(
+        model=ModelConfig(path=str(folder)),
+        drafter=(DrafterConfig(path=str(folder)),),
+        server=server,
+    )
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port that somebody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def refused(config: Config, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        check(config, METHODS)
+
+
+def test_a_good_configuration_gives_folders_and_tokenizer(good: Config, folder: Path) -> None:
+    models = check(good, METHODS)
+    assert (models.target, models.drafters) == (folder, (folder,))
+    assert models.tokenizer.vocab_size > 256
+    assert models.weights_bytes == 0, "this folder has no weights"
+
+
+def test_weights_are_counted_once_per_folder(good: Config, folder: Path, tmp_path: Path) -> None:
+    other = byte_level_folder(tmp_path)
+    (other / "model.safetensors").write_bytes(bytes(10))
+    config = replace(good, drafter=(DrafterConfig(path=str(other)),) * 2)
+    assert check(config, METHODS).weights_bytes == 10
+
+
+def test_a_model_that_is_not_there(good: Config) -> None:
+    refused(replace(good, model=ModelConfig(path="/nowhere")), "model.path: no model /nowhere")
+
+
+def test_a_drafter_that_is_not_there(good: Config) -> None:
+    config = replace(good, drafter=(DrafterConfig(path="/nowhere"),))
+    refused(config, "drafter.0.path: no model /nowhere")
+
+
+def test_a_folder_without_a_tokenizer(good: Config, tmp_path: Path) -> None:
+    refused(replace(good, model=ModelConfig(path=str(tmp_path))), "model.path: ")
+
+
+def test_a_drafter_with_another_tokenizer(good: Config, tmp_path: Path) -> None:
+    config = replace(good, drafter=(DrafterConfig(path=str(sentencepiece_folder(tmp_path))),))
+    refused(config, "drafter.0.path: its tokenizer is not the target's (id 0 is ")
+
+
+def test_a_drafter_is_not_looked_at_if_drafters_are_no_source(good: Config) -> None:
+    config = replace(
+        good,
+        drafter=(DrafterConfig(path="/nowhere"),),
+        speculation=SpeculationConfig(sources=("lookup",)),
+    )
+    assert check(config, METHODS).drafters == ()
+
+
+def test_a_method_that_is_not_known(good: Config) -> None:
+    config = replace(good, drafter=(DrafterConfig(path="d", method="magic"),))
+    refused(config, "drafter.0.method is 'magic'; known are small_model")
+
+
+def test_devices_and_shards_that_are_not_served(good: Config) -> None:
+    refused(replace(good, target=TargetConfig(device="cuda")), "target.device is 'cuda'")
+    refused(replace(good, drafter=(DrafterConfig(path="d", device="cuda"),)), "drafter.0.device is")
+    refused(replace(good, target=TargetConfig(tp=2)), "target.tp: ")
+
+
+@pytest.mark.parametrize("key", ["grpc", "health"])
+def test_an_address_that_is_taken(good: Config, taken: int, key: str) -> None:
+    address = f"127.0.0.1:{taken}"
+    one = replace(good.server, grpc=address)
+    server = one if key == "grpc" else replace(good.server, health=address)
+    refused(replace(good, server=server), f"server.{key}: cannot listen on 127.0.0.1:{taken}")
+
+
+def test_an_address_of_another_machine(good: Config) -> None:
+    server = replace(good.server, grpc="203.0.113.1:50051")
+    refused(replace(good, server=server), "server.grpc: cannot listen on 203.0.113.1:50051")
+
+
+def test_a_cluster_that_does_not_answer(good: Config) -> None:
+    config = replace(good, cluster=ClusterConfig(address="127.0.0.1:1"))
+    refused(config, "cluster.address: nothing answers at 127.0.0.1:1")
+
+
+def test_a_cluster_that_answers(good: Config, taken: int) -> None:
+    check(replace(good, cluster=ClusterConfig(address=f"127.0.0.1:{taken}")), METHODS)
+
+
+def test_the_memory_of_this_machine_is_known() -> None:
+    assert memory_bytes() > 1 << 27
