@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import sys
 from contextlib import aclosing
 from pathlib import Path
@@ -151,7 +150,6 @@ def _mode(name: str | None) -> ModeName | None:
 
 def main() -> None:
     """Run the command; an error is one line with its remedy, not a traceback."""
-    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # its own log says nothing a user can act on
     try:
         app()
     except PacelineError as error:

@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from orchestrator.ports import WorkerLost
 from protos.host import Health, Place, Recipe
+from services.plan import Room
 from services.preflight import LaunchError
 
 # Ray's least; no tensor and no token travels through its store.
@@ -96,13 +97,15 @@ def _take_signals_back() -> None:
 
 @asynccontextmanager
 async def reserved(
-    cpus: Sequence[int], timeout_s: float, *, here: bool
+    rooms: Sequence[Room], timeout_s: float, *, here: bool
 ) -> AsyncIterator[PlacementGroup]:
-    """Room for one worker per number of `cpus`, on this node or any. Raises LaunchError.
+    """A place for one worker per room, on this node or any. Raises LaunchError.
 
     The actors in it end with it.
     """
-    bundles: list[dict[str, float]] = [{"CPU": float(count)} for count in cpus]
+    bundles = [room.bundle for room in rooms]
+    # A cluster may grow; this node will not.
+    timeout_s = timeout_s if not here or _would_fit(bundles) else 0.0
     group = placement_group(bundles, strategy="STRICT_PACK" if here else "PACK")
     try:
         await _wait_for_room(group, timeout_s)
@@ -114,15 +117,22 @@ async def reserved(
                 await asyncio.wait_for(removing, STOP_S)
 
 
+def _would_fit(bundles: Sequence[dict[str, float]]) -> bool:
+    """True if the cluster, were it idle, had enough of everything."""
+    has = ray.cluster_resources()  # type: ignore[no-untyped-call]
+    kinds = {kind for bundle in bundles for kind in bundle}
+    return all(sum(b.get(kind, 0) for b in bundles) <= has.get(kind, 0) for kind in kinds)
+
+
 async def _wait_for_room(group: PlacementGroup, timeout_s: float) -> None:
     try:
         await asyncio.wait_for(group.ready(), timeout_s)
     except TimeoutError:
-        needed = [bundle["CPU"] for bundle in group.bundle_specs]
-        have = ray.cluster_resources().get("CPU", 0)  # type: ignore[no-untyped-call]
+        has = ray.cluster_resources()  # type: ignore[no-untyped-call]
         raise LaunchError(
-            f"no room for the workers after {timeout_s:g} s: they need {needed} CPUs, the cluster"
-            f" has {have:g}; add nodes or lower tp, replicas or cores"
+            f"no room for the workers after {timeout_s:g} s: they need {group.bundle_specs}, the"
+            f" cluster has {has.get('CPU', 0):g} CPUs and {has.get('GPU', 0):g} GPUs; add nodes,"
+            " lower tp or replicas, or change device or cores"
         ) from None
 
 
@@ -172,6 +182,7 @@ class Placer:
         strategy = PlacementGroupSchedulingStrategy(self._group, index)
         options: dict[str, object] = {
             "num_cpus": self._group.bundle_specs[index]["CPU"],
+            "num_gpus": self._group.bundle_specs[index].get("GPU", 0),
             "max_restarts": MAX_RESTARTS,
             "max_task_retries": 0,
             "scheduling_strategy": strategy,

@@ -14,7 +14,7 @@ from protos.engine_thread import LinkLimits
 from protos.host import SWITCH_INTERVAL_S, Place, Recipe, calm_openmp
 from services.cluster import Placer, Worker, ray_running, reserved
 from services.config import ClusterConfig
-from services.plan import Seat
+from services.plan import Room, Seat
 from services.preflight import LaunchError
 
 LOOPBACK = "127.0.0.1"
@@ -26,16 +26,13 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One worker: its seat, its actor's class, its engine's recipe, and if none may do without it.
-
-    `num_cpus` is what it asks of Ray.
-    """
+    """One worker: its seat and room, its actor's class, its engine's recipe, if it is required."""
 
     seat: Seat
     actor: type
     recipe: Recipe
     required: bool
-    num_cpus: int
+    room: Room
 
 
 async def muster(
@@ -49,9 +46,10 @@ async def muster(
     limits = LinkLimits(keepalive_s=cluster.rank_timeout_s / 2)
     placed = [member for member in members if not member.seat.in_process]
     say(f"joining Ray at {cluster.address}" if cluster.address else "starting Ray")
-    cpus = [member.num_cpus for member in placed]
-    await stack.enter_async_context(ray_running(cluster.address, sum(cpus)))
-    room = reserved(cpus, cluster.start_timeout_s, here=not cluster.address)
+    rooms = [member.room for member in placed]
+    num_cpus = sum(room.num_cpus for room in rooms)
+    await stack.enter_async_context(ray_running(cluster.address, num_cpus))
+    room = reserved(rooms, cluster.start_timeout_s, here=not cluster.address)
     secret = secrets.token_hex(32)
     placer = Placer(await stack.enter_async_context(room), secret)
     host = "" if cluster.address else LOOPBACK

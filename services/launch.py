@@ -27,7 +27,7 @@ from orchestrator.runtime import Runtime
 from protos.host import Recipe, pin
 from services.config import Config
 from services.errors import ConfigError
-from services.plan import Plan, Seat, cache_tokens, share_out, tokens_per_sequence
+from services.plan import Plan, Room, Seat, cache_tokens, share_out, tokens_per_sequence
 from services.preflight import LaunchError, Models, check, memory_bytes
 from services.server import Server
 from services.text import make_stopper
@@ -63,6 +63,7 @@ class Prepared:
         target = self.config.target
         return "target_workers.forward:load_target", target_workers.config.TargetConfig(
             path=str(self.models.target),
+            device=target.device,
             dtype=target.dtype,
             exact=target.is_exact,
             page_size=target.page_size,
@@ -78,6 +79,7 @@ class Prepared:
         return "drafter_workers.loading:load_drafter", drafter_workers.config.DrafterConfig(
             path=str(self.models.drafters[seat.group]),
             method=METHODS[0] if drafter.method == "auto" else drafter.method,
+            device=drafter.device,
             dtype=self.config.target.dtype,
             num_slots=self.cache_tokens,
             max_context=min(self.max_context, shape.max_context),
@@ -184,17 +186,22 @@ async def _start_workers(
     from target_workers.actor import TargetActor
 
     plan, recipe = prepared.plan, prepared.recipe
-    crew = [Member(plan.target, TargetActor, recipe(plan.target), True, max(1, plan.cores_shared))]
+    target_room = _room(max(1, plan.cores_shared), prepared.config.target.device)
+    crew = [Member(plan.target, TargetActor, recipe(plan.target), True, target_room)]
     for seat in plan.drafters:
-        required = prepared.config.drafter[seat.group].required
-        num_cpus = max(1, len(seat.cores))
-        crew.append(Member(seat, DrafterActor, recipe(seat), required, num_cpus))
+        drafter = prepared.config.drafter[seat.group]
+        room = _room(max(1, len(seat.cores)), drafter.device)
+        crew.append(Member(seat, DrafterActor, recipe(seat), drafter.required, room))
     target, *drafters = await muster(crew, prepared.config.cluster, stack, say)
     assert target is not None, "the target is required"
     if plan.own:
         stack.callback(pin, tuple(_own_cores()))
         pin(plan.own)
     return target, [port for port in drafters if port is not None]
+
+
+def _room(num_cpus: int, device: str) -> Room:
+    return Room(num_cpus, num_gpus=int(device == "cuda"))
 
 
 def _guard_ray(address: str) -> None:

@@ -13,6 +13,20 @@ DRAFTERS_SHARE = 4
 
 
 @dataclass(frozen=True, slots=True)
+class Room:
+    """What one worker asks of Ray."""
+
+    num_cpus: int
+    num_gpus: int = 0
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The amounts by Ray's names."""
+        gpus = {"GPU": float(self.num_gpus)} if self.num_gpus else {}
+        return {"CPU": float(self.num_cpus), **gpus}
+
+
+@dataclass(frozen=True, slots=True)
 class Seat:
     """Where a worker computes: a process of its own on `cores` (none: any), or the orchestrator's.
 

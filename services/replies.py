@@ -79,7 +79,11 @@ def finished(update: Finished, prompt_tokens: int, sent_tokens: int) -> pb.Gener
     return pb.GenerateStreamResponse(
         finished=pb.Finished(
             reason=_REASONS[update.reason],
-            usage=pb.Usage(prompt_tokens=prompt_tokens, completion_tokens=sent_tokens),
+            usage=pb.Usage(
+                prompt_tokens=prompt_tokens,
+                completion_tokens=sent_tokens,
+                cached_tokens=update.stats.cached,
+            ),
             speculation=_speculation_stats(update.stats),
             degraded=update.stats.degraded,
             queue_s=update.stats.wait_s,

@@ -1,10 +1,14 @@
 """What the command line shows while it works: progress, streamed text, errors with a remedy."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+# gRPC's own log says nothing a user can act on. It is read when gRPC is imported.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)

@@ -24,6 +24,7 @@ MAX_ID_CHARS = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_IDS = 256
+MAX_SALT_CHARS = 256
 ROLES = ("system", "user", "assistant")
 
 _MODES = {
@@ -68,6 +69,8 @@ def request_from(message: pb.GenerateStreamRequest, served: Served, defaults: De
         resumed=_ids(message.resumed_tokens, "resumed_tokens", served.tokenizer),
         mode=_mode(message.speculation),
         k=_k(message.speculation),
+        cache_salt=_salt(message.prefix_cache.cache_salt),
+        prefix_cache=not message.prefix_cache.bypass,
     )
     if request.resumed:
         _check_resumed(message, request, served.tokenizer)
@@ -81,6 +84,7 @@ def _refuse_unknown_fields(message: pb.GenerateStreamRequest) -> None:
         "sampling": message.sampling,
         "stopping": message.stopping,
         "speculation": message.speculation,
+        "prefix_cache": message.prefix_cache,
         "token_ids": message.token_ids,
         "chat": message.chat,
     }
@@ -254,6 +258,14 @@ def _k(speculation: pb.Speculation) -> int | None:
             f"must be 1 to {MAX_K}, is {speculation.k}; mode OFF is without guesses",
         )
     return speculation.k
+
+
+def _salt(salt: str) -> str:
+    if len(salt) > MAX_SALT_CHARS:
+        raise InvalidRequest(
+            "prefix_cache.cache_salt", f"may have at most {MAX_SALT_CHARS} characters"
+        )
+    return salt
 
 
 def _check_resumed(

@@ -4,7 +4,7 @@ import pytest
 
 from services.config import Config, DrafterConfig, LimitsConfig, SpeculationConfig, TargetConfig
 from services.errors import ConfigError
-from services.plan import Plan, cache_tokens, share_out, tokens_per_sequence
+from services.plan import Plan, Room, cache_tokens, share_out, tokens_per_sequence
 
 
 def plan(cores: int, *drafters: DrafterConfig, target: tuple[int, ...] = ()) -> Plan:
@@ -100,3 +100,8 @@ def test_a_cache_too_small_for_one_sequence_is_refused(free_bytes: int) -> None:
 def test_a_sequence_has_room_for_its_guesses() -> None:
     config = Config(limits=LimitsConfig(max_context=100), speculation=SpeculationConfig(credit=300))
     assert tokens_per_sequence(config, 100) == 400
+
+
+def test_a_worker_on_a_gpu_asks_ray_for_one() -> None:
+    assert Room(2).bundle == {"CPU": 2.0}
+    assert Room(1, num_gpus=1).bundle == {"CPU": 1.0, "GPU": 1.0}
