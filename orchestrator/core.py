@@ -63,6 +63,7 @@ class Core:
         self._next_seq = 1
         self._draining = False
         self.targets = TargetDesk(config, policy, self.counters, self._out)
+        self.capacity = self.targets.capacity
         self.drafts = DraftDesk(config, self.counters, self._out, self.targets.wanted)
 
     @property
@@ -78,7 +79,8 @@ class Core:
     def handle(self, event: Event) -> list[Command]:
         """Take one event; what to do about it, in order."""
         self._react(event)
-        self._admit(event.now)
+        if not isinstance(event, DrafterSaid):  # a drafter frees no pages
+            self._admit(event.now)
         self.targets.schedule(self._sequences.values(), self.drafts.drafters, event.now)
         commands = [*self._out, *self._told]  # workers first: they are waiting
         self._out.clear()
@@ -129,11 +131,11 @@ class Core:
             return Refused(Refusal.DRAINING, "the server is shutting down", RETRY_S)
         if not self.targets.connected:
             return Refused(Refusal.NO_TARGET, "no target worker is connected", RETRY_S)
-        if not self.targets.could_hold(self._limit(request)):
+        if not self.capacity.could_hold(self._limit(request)):
             return Refused(
                 Refusal.TOO_LARGE,
                 f"{self._limit(request)} tokens exceed the target's memory of "
-                f"{self.targets.memory_tokens} tokens; ask for fewer, or give it more pages",
+                f"{self.capacity.tokens} tokens; ask for fewer, or give it more pages",
             )
         free = self.config.max_sequences - len(self._sequences)
         if len(self._queue) >= self.config.max_queue + max(0, free):
@@ -148,9 +150,10 @@ class Core:
         return min(len(request.prompt) + request.max_tokens, self.config.max_context)
 
     def _admit(self, now: float) -> None:
+        self.capacity.resume(self._sequences.values())
         while self._queue and len(self._sequences) < self.config.max_sequences:
             since, request = self._queue[0]
-            target = self.targets.place(self._limit(request), self._sequences.values())
+            target = self.capacity.place(request, self._limit(request), self._sequences.values())
             if target is None:
                 return
             self._queue.popleft()
@@ -233,7 +236,7 @@ class Core:
             if verdict is not None and verdict.error:
                 self._finish(seq, FinishReason.ERROR, verdict.error)
             elif flight.is_prefill:
-                seq.cached, seq.flight = flight.end, None
+                seq.end_chunk()
             elif verdict is None or not fits(flight, verdict):
                 self.targets.drop(index, f"step {stepped.step}: no verdict that fits {seq.seq}")
                 return
@@ -244,7 +247,7 @@ class Core:
         number = seq.rounds
         done = seq.reconcile(verdict)
         seq.waiting_since = now
-        self._count(flight, done)
+        self.counters.add_round(len(flight.nodes), done)
         self._tell(seq.request.request_id, Delta(done.tokens))
         self._told.append(_round(now, seq, number, flight, done))
         if done.finish is not None:
@@ -267,17 +270,12 @@ class Core:
     def _target_hello(self, index: int, hello: Hello) -> None:
         self.drafts.vocab_size = hello.vocab_size
         self.targets.hello(index, hello, self._on_target(index))
+        for seq in self._on_target(index):
+            if not self.capacity.holds(index, seq.limit):
+                self._finish(seq, FinishReason.UNAVAILABLE, "the target has less memory now")
 
     def _on_target(self, index: int) -> list[Sequence]:
         return [seq for seq in self._sequences.values() if seq.target == index]
-
-    def _count(self, flight: Flight, done: Committed) -> None:
-        counters = self.counters
-        counters.rounds += 1
-        counters.drafted += len(flight.nodes)
-        counters.accepted += done.accepted
-        counters.hits += done.hit
-        counters.committed += len(done.tokens)
 
 
 def _round(now: float, seq: Sequence, number: int, flight: Flight, done: Committed) -> Round:

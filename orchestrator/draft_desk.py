@@ -17,11 +17,14 @@ from protos.messages import Advance, Close, Grow, Hello, Need, Open
 
 @dataclass(slots=True)
 class Drafter:
-    """A connected drafter, how many sequences it has, and whether it answers within patience."""
+    """A connected drafter and how many sequences it has.
+
+    `answer_s` is how long a new root last waited for its first guess, or went without.
+    """
 
     hello: Hello
     load: int = 0
-    in_time: bool = True
+    answer_s: float = 0.0
 
 
 class DraftDesk:
@@ -100,10 +103,11 @@ class DraftDesk:
             self._counters.grows_stale += 1
             return
         self._counters.grows += 1
+        was_bare = not seq.tree.children
         if self._take(seq, drafting.ids, message):
             self._reopen(seq)
-        elif seq.tree.children and now - seq.waiting_since <= self._patience(seq):
-            self.drafters[index].in_time = True
+        elif was_bare and seq.tree.children:
+            self.drafters[index].answer_s = now - seq.waiting_since
 
     def need(self, index: int, seq: Sequence | None, message: Need) -> None:
         """Send again what the drafter lacks."""
@@ -150,10 +154,6 @@ class DraftDesk:
         for seq in running:
             if seq.drafting is not None and seq.drafting.drafter == index:
                 seq.drafting = None
-
-    def _patience(self, seq: Sequence) -> float:
-        sync = seq.mode is Mode.SYNC
-        return self._config.sync_patience_s if sync else self._config.patience_s
 
     def _credit(self, seq: Sequence) -> int:
         limit = self._config.credit

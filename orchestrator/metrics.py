@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from orchestrator.sequence import Committed
+
 
 @dataclass(slots=True)
 class Counters:
@@ -34,3 +36,14 @@ class Counters:
     waits: int = 0
     waits_in_vain: int = 0
     stepped_stale: int = 0
+    preemptions: int = 0
+    opened_tokens: int = 0
+    cached_tokens: int = 0
+
+    def add_round(self, drafted: int, done: Committed) -> None:
+        """Count one verdict on so many guesses."""
+        self.rounds += 1
+        self.drafted += drafted
+        self.accepted += done.accepted
+        self.hits += done.hit
+        self.committed += len(done.tokens)

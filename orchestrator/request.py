@@ -32,7 +32,8 @@ class Request:
 
     `resumed` are output tokens the client already has: they count for limits and stops and are
     not sent again. `mode` and `k` of None leave the choice to the server. `max_tokens` counts
-    output tokens, `resumed` included.
+    output tokens, `resumed` included. Requests of different `cache_salt` share no computed state;
+    without `prefix_cache` a request shares none at all.
     """
 
     request_id: str
@@ -44,6 +45,8 @@ class Request:
     resumed: tuple[int, ...] = ()
     mode: Mode | None = None
     k: int | None = None
+    cache_salt: str = ""
+    prefix_cache: bool = True
 
 
 class Stopper(Protocol):
@@ -62,7 +65,8 @@ class Stats:
     """What one sequence cost: `rounds` verdicts, guesses verified and accepted, roots hit.
 
     `histogram[a]` counts the rounds with `a` accepted guesses; `wait_s` is the time in the queue.
-    The completion has accepted + rounds tokens, less what a stop cut off (`cut`).
+    `cached` prompt tokens were found in the target's prefix cache. The completion has accepted +
+    rounds tokens, less what a stop cut off (`cut`).
     """
 
     rounds: int = 0
@@ -73,6 +77,7 @@ class Stats:
     histogram: tuple[int, ...] = ()
     wait_s: float = 0.0
     degraded: bool = False
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

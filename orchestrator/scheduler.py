@@ -52,45 +52,87 @@ def wait_until(runnable: Iterable[Sequence], patience: Callable[[Sequence], Wait
     return until
 
 
-def plan(
-    runnable: Iterable[Sequence], rows: int, wanted: Callable[[Sequence], int], shape: str
-) -> list[Pick]:
-    """Share `rows` out: a row for every decoding sequence, then guesses, then prefill.
+@dataclass(slots=True)
+class Budget:
+    """What a step may still take: rows, and pages of `page_size` rows beyond those tables have.
 
-    The least recently served go first, so that none waits for ever when rows are short.
+    A table with n rows has -(-n // page_size) pages.
+    """
+
+    rows: int
+    pages: int
+    page_size: int
+
+    def trim(self, seq: Sequence) -> None:
+        """Give back what the table holds beyond the cached rows: the place of old guesses."""
+        self.pages += seq.pages + -seq.cached // self.page_size
+
+    def reach(self, start: int, end: int) -> int:
+        """How far a table with `start` rows can grow, up to `end`."""
+        room = (self.pages - -start // self.page_size) * self.page_size
+        return max(start, min(end, start + self.rows, room))
+
+    def take(self, start: int, end: int) -> bool:
+        """Let a table with `start` rows grow to `end`; False, and nothing taken, if it cannot."""
+        more = -start // self.page_size - -end // self.page_size
+        if end - start > self.rows or more > max(0, self.pages):
+            return False
+        self.rows -= end - start
+        self.pages -= more
+        return True
+
+    def reserve(self, seqs: Iterable[Sequence]) -> int:
+        """Set pages aside for all committed rows of these sequences; how many."""
+        size = self.page_size
+        pages = sum(-seq.cached // size - -seq.frontier // size for seq in seqs)
+        self.pages -= pages
+        return pages
+
+
+def plan(
+    runnable: Iterable[Sequence], budget: Budget, wanted: Callable[[Sequence], int], shape: str
+) -> list[Pick]:
+    """Share the budget out: a row for every decoding sequence, then guesses, then prefill.
+
+    Guesses get no page that a committed row needs. The least recently served go first, so that
+    none waits for ever when rows are short.
     """
     order = sorted(runnable, key=lambda seq: (seq.last_step, seq.seq))
-    decoding = [seq for seq in order if seq.pending == 1][:rows]
-    picks = []
-    left = rows - len(decoding)
+    decoding = [seq for seq in order if seq.pending == 1][: budget.rows]
     for seq in decoding:
-        pick = _pick(seq, seq.frontier, left, wanted(seq), shape)
-        left -= len(pick.nodes)
-        picks.append(pick)
-    for seq in (seq for seq in order if seq.pending > 1):
-        if left == 0:
-            break
-        end = min(seq.frontier, seq.cached + left)
-        left -= end - seq.cached
-        k = wanted(seq) if end == seq.frontier else 0
-        pick = _pick(seq, end, left, k, shape)
-        left -= len(pick.nodes)
-        picks.append(pick)
+        budget.trim(seq)
+    # Whoever gets no page has no old guesses either: its cached rows end with its last page.
+    decoding = [seq for seq in decoding if budget.take(seq.cached, seq.frontier)]
+    prefilling = [seq for seq in order if seq.pending > 1]
+    reserved = budget.reserve(prefilling)
+    picks = [_pick(seq, seq.frontier, budget, wanted(seq), shape) for seq in decoding]
+    budget.pages += reserved
+    for seq in prefilling:
+        end = budget.reach(seq.cached, seq.frontier)
+        if end > seq.cached:
+            budget.take(seq.cached, end)
+            k = wanted(seq) if end == seq.frontier else 0
+            picks.append(_pick(seq, end, budget, k, shape))
     return picks
 
 
-def _pick(seq: Sequence, end: int, rows: int, wanted: int, shape: str) -> Pick:
-    nodes = select(seq.tree, max(0, min(wanted, seq.room, rows)), shape)
-    return Pick(seq, end, nodes, wanted, _clamp(seq, wanted, rows, len(nodes)))
+def _pick(seq: Sequence, end: int, budget: Budget, wanted: int, shape: str) -> Pick:
+    rows = budget.rows
+    most = budget.reach(end, end + min(wanted, seq.room)) - end
+    nodes = select(seq.tree, most, shape)
+    budget.take(end, end + len(nodes))
+    return Pick(seq, end, nodes, wanted, _clamp(seq, wanted, rows, most, len(nodes)))
 
 
-def _clamp(seq: Sequence, wanted: int, rows: int, used: int) -> str:
+def _clamp(seq: Sequence, wanted: int, rows: int, most: int, used: int) -> str:
     """Why fewer guesses are used than wanted; empty if they are not."""
     if used >= wanted:
         return ""
+    if used < most:
+        return "draft"
     if used == seq.room:
         return "length"
-    return "rows" if used == rows else "draft"
+    return "rows" if used == rows else "pages"
 
 
 def parents(nodes: Rows[Node]) -> list[int]:

@@ -10,7 +10,10 @@ from protos.messages import Verdict
 
 @dataclass(frozen=True, slots=True)
 class Flight:
-    """What of a sequence is in the step now running: its frontier then, and the guesses."""
+    """What of a sequence is in the step now running: its frontier then, and the guesses.
+
+    `pages` are what its table holds after the step.
+    """
 
     step: int
     frontier: int
@@ -18,6 +21,7 @@ class Flight:
     nodes: tuple[Node, ...]
     wanted: int
     clamp: str
+    pages: int
 
     @property
     def is_prefill(self) -> bool:
@@ -49,7 +53,8 @@ class Sequence:
     """The owner of one sequence's state. Only the core and its desks call its methods.
 
     `cached` committed rows are in the target's cache once `keep`, the nodes of the last Extend
-    that became committed, have been moved. `waiting_since` is when it last became runnable.
+    that became committed, have been moved; its table there holds `pages`. `found` prompt tokens
+    were in the prefix cache at first. `waiting_since` is when it last became runnable.
     """
 
     seq: int
@@ -64,6 +69,8 @@ class Sequence:
     lookup: NgramIndex | None = None
     opened: bool = False
     cached: int = 0
+    pages: int = 0
+    found: int = 0
     keep: tuple[int, ...] = ()
     flight: Flight | None = None
     drafting: Drafting | None = None
@@ -97,6 +104,22 @@ class Sequence:
     def rounds(self) -> int:
         return sum(self.histogram)
 
+    @property
+    def most_pages(self) -> int:
+        """What its table holds, the step now running included, whichever way that ends."""
+        return self.pages if self.flight is None else max(self.pages, self.flight.pages)
+
+    def take_up(self, cached: int, pages: int) -> None:
+        """The target has opened it and found so much of it cached."""
+        self.cached, self.pages = cached, pages
+        if self.last_step == 0:
+            self.found = min(cached, len(self.request.prompt))
+
+    def end_chunk(self) -> None:
+        """A prefill chunk has been computed."""
+        assert self.flight is not None and self.flight.is_prefill, "a chunk was in flight"
+        self.cached, self.pages, self.flight = self.flight.end, self.flight.pages, None
+
     def reconcile(self, verdict: Verdict) -> Committed:
         """Commit what the verdict decided, up to a stop, and move the root of the tree."""
         flight = self.flight
@@ -109,6 +132,7 @@ class Sequence:
         self._commit(tokens)
         self.keep = verdict.walk[:kept]
         self.cached = flight.frontier + kept
+        self.pages = flight.pages
         self.flight = None
         self._record(len(flight.nodes), len(walk), hit)
         self.cut += len(walk) + 1 - len(tokens)
@@ -125,11 +149,12 @@ class Sequence:
             histogram=tuple(self.histogram),
             wait_s=self.wait_s,
             degraded=self.degraded,
+            cached=self.found,
         )
 
     def forget_target(self) -> None:
         """The target lost all it held: open anew, compute every committed row again."""
-        self.opened, self.cached, self.keep, self.flight = False, 0, (), None
+        self.opened, self.cached, self.pages, self.keep, self.flight = False, 0, 0, (), None
 
     def _until_stop(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
         for count, token in enumerate(tokens, start=1):

@@ -1,35 +1,43 @@
-"""Sends steps to targets and takes their answers; counts the memory promised on each.
+"""Sends steps to targets and takes their answers; sees to it that every step's pages are there.
 
 Sequences are never in two steps at once, and a target never in two at once (yet).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from orchestrator import scheduler
+from orchestrator.capacity import Capacity
 from orchestrator.config import CoreConfig
 from orchestrator.draft_desk import Drafter
 from orchestrator.events import Command, DropTarget, ToTargetWorker, WakeAt
 from orchestrator.k_policy import KPolicy
+from orchestrator.ledger import Ledger
 from orchestrator.metrics import Counters
 from orchestrator.request import Mode
-from orchestrator.scheduler import Pick, Wait
+from orchestrator.scheduler import Budget, Pick, Wait
 from orchestrator.sequence import Flight, Sequence
 from protos.codec import row_hash
 from protos.messages import Extend, Hello, Step, StepClose, StepOpen, Stepped, TreeNode, Verdict
 
+DROPPED = -1  # no step has this number: a target that is cut off gets none until it is back
+
 
 @dataclass(slots=True)
 class Target:
-    """A connected target: the step it is busy with, and the closes it has yet to be told."""
+    """A connected target: the step it is busy with, and the closes it has yet to be told.
+
+    `opening` are the sequences which that step does nothing but open.
+    """
 
     hello: Hello
     in_flight: int = 0
     closes: list[StepClose] = field(default_factory=list)
+    opening: list[Sequence] = field(default_factory=list)
 
 
 class TargetDesk:
-    """All targets. Memory is promised for the worst case when a sequence is admitted."""
+    """All targets. What they hold is counted by `capacity`."""
 
     def __init__(
         self, config: CoreConfig, policy: KPolicy, counters: Counters, out: list[Command]
@@ -41,27 +49,24 @@ class TargetDesk:
         self._next_step = 1
         self._lost_since: dict[int, float] = {}
         self.targets: dict[int, Target] = {}
+        self.capacity = Capacity(config)
 
     @property
     def connected(self) -> bool:
         return bool(self.targets)
 
-    @property
-    def memory_tokens(self) -> int:
-        """The memory of the largest target, in tokens."""
-        sizes = (t.hello.num_pages * t.hello.page_size for t in self.targets.values())
-        return max(sizes, default=0)
-
     def hello(self, index: int, hello: Hello, served: Iterable[Sequence]) -> None:
         """A target said hello, for the first time or again: it holds nothing of ours."""
         self._lost_since.pop(index, None)
         self.targets[index] = Target(hello)
+        self.capacity.ledgers[index] = Ledger(hello.num_pages, hello.page_size)
         for seq in served:
             seq.forget_target()
 
     def lost(self, index: int, served: Iterable[Sequence], now: float) -> None:
         """A target is gone; its sequences wait for its return."""
         self._counters.targets_lost += self.targets.pop(index, None) is not None
+        self.capacity.ledgers.pop(index, None)
         self._lost_since.setdefault(index, now)
         for seq in served:
             seq.forget_target()
@@ -70,39 +75,35 @@ class TargetDesk:
         """True if a lost target has not returned in time."""
         return now - self._lost_since.get(index, now) >= self._config.recovery_s
 
-    def could_hold(self, limit: int) -> bool:
-        """True if some target could serve a sequence of `limit` tokens, were it empty."""
-        return any(self._pages(t, limit) <= t.hello.num_pages for t in self.targets.values())
-
-    def place(self, limit: int, running: Iterable[Sequence]) -> int | None:
-        """The target with most unpromised pages, if that is enough for `limit` tokens."""
-        free = {index: target.hello.num_pages for index, target in self.targets.items()}
-        for seq in running:
-            if seq.target in free:
-                free[seq.target] -= self._pages(self.targets[seq.target], seq.limit)
-        best = max(free, key=lambda index: (free[index], -index), default=None)
-        if best is None or free[best] < self._pages(self.targets[best], limit):
-            return None
-        return best
-
     def close(self, seq: Sequence) -> None:
         """Free the sequence with the next step of its target."""
+        self.capacity.forget(seq)
         target = self.targets.get(seq.target)
         if target is not None and seq.opened:
             target.closes.append(StepClose(seq.seq, seq.keep))
+            self.capacity.ledgers[seq.target].closing += seq.most_pages
 
     def landed(self, index: int, stepped: Stepped) -> bool:
-        """Take note that a step has ended; False if it is none of ours."""
+        """Take note that a step has ended; False if it is none of ours or cannot have."""
         target = self.targets.get(index)
         if target is None or target.in_flight != stepped.step:
             self._counters.stepped_stale += 1
             return False
+        ledger = self.capacity.ledgers[index]
+        if fault := _fault(target.opening, stepped, ledger):
+            self.drop(index, f"step {stepped.step}: {fault}")
+            return False
+        for seq, found in zip(target.opening, stepped.cached, strict=False):
+            seq.take_up(found, ledger.pages(found))
+            self._counters.cached_tokens += found
+        target.opening.clear()
         target.in_flight = 0
         return True
 
     def drop(self, index: int, cause: str) -> None:
         """Cut the link to a target whose answer makes no sense."""
         self._counters.target_faults += 1
+        self.targets[index].in_flight = DROPPED
         self._out.append(DropTarget(index, cause))
 
     def schedule(
@@ -112,11 +113,14 @@ class TargetDesk:
         for index, target in self.targets.items():
             if target.in_flight:
                 continue
-            runnable = [s for s in running if s.target == index and s.flight is None]
-            if runnable and self._waits(runnable, drafters, now):
+            runnable = [s for s in running if s.target == index and self.capacity.runs(s)]
+            new = [s for s in runnable if _may_find(s, target.hello.page_size)]
+            if new:
+                self._open(index, runnable, new)
+            elif runnable and self._waits(runnable, drafters, now):
                 continue
-            if runnable or target.closes:
-                self._start(index, target, runnable)
+            elif runnable or target.closes:
+                self._start(index, runnable)
 
     def wanted(self, seq: Sequence) -> int:
         """K for the sequence's next round."""
@@ -135,41 +139,85 @@ class TargetDesk:
             wait = patience[seq.seq]
             if wait and seq.drafting and seq.tree.size < wait.nodes and wait.until <= now:
                 self._counters.waits_in_vain += 1
-                drafters[seq.drafting.drafter].in_time = False
+                drafter = drafters[seq.drafting.drafter]
+                drafter.answer_s = max(drafter.answer_s, self._patience_s(seq))
         return False
 
     def _patience(self, seq: Sequence, drafters: Mapping[int, Drafter]) -> Wait | None:
-        sync = seq.mode is Mode.SYNC
-        patience = self._config.sync_patience_s if sync else self._config.patience_s
+        patience_s = self._patience_s(seq)
         nodes = min(self.wanted(seq), seq.room)
-        if seq.drafting is None or nodes <= 0 or patience == 0.0:
+        if seq.drafting is None or nodes <= 0:
             return None
-        if not drafters[seq.drafting.drafter].in_time:
+        if drafters[seq.drafting.drafter].answer_s >= patience_s:
             return None
-        return Wait(nodes if sync else 1, seq.waiting_since + patience)
+        return Wait(nodes if seq.mode is Mode.SYNC else 1, seq.waiting_since + patience_s)
 
-    def _start(self, index: int, target: Target, runnable: list[Sequence]) -> None:
+    def _patience_s(self, seq: Sequence) -> float:
+        """How long a step may wait for the sequence's draft."""
+        sync = seq.mode is Mode.SYNC
+        return self._config.sync_patience_s if sync else self._config.patience_s
+
+    def _open(self, index: int, runnable: list[Sequence], new: list[Sequence]) -> None:
+        """A step that only opens: answered at once, it says where their first Extends start."""
+        ledger = self.capacity.ledgers[index]
+        ledger.start(sum(seq.pages for seq in runnable), 0)
+        self.targets[index].opening = new
+        opens = tuple(self._opening(seq) for seq in new)
+        for seq in new:
+            seq.pages = ledger.pages(seq.frontier)  # at most, until the answer
+        self._send(index, opens)
+
+    def _start(self, index: int, runnable: list[Sequence]) -> None:
+        target, ledger = self.targets[index], self.capacity.ledgers[index]
+        missing = self._make_room(ledger, runnable)
+        held = sum(seq.pages for seq in runnable)
         rows = min(self._config.step_rows, target.hello.max_rows)
-        picks = scheduler.plan(runnable, rows, self.wanted, self._config.shape)
-        opens = tuple(
-            StepOpen(p.seq.seq, tuple(p.seq.tokens), p.seq.request.sampling)
-            for p in picks
-            if not p.seq.opened
-        )
-        extends = tuple(self._fly(pick) for pick in picks)
-        closes = tuple(target.closes)
-        target.closes.clear()
-        target.in_flight = self._next_step
-        self._next_step += 1
-        self._counters.steps += 1
+        budget = Budget(rows, ledger.surely_free(held), ledger.page_size)
+        picks: list[Pick] = []
+        # If it takes pages that the closes may or may not free, their answer comes first.
+        if missing <= budget.pages:
+            picks = scheduler.plan(runnable, budget, self.wanted, self._config.shape)
+        assert picks or target.closes, "a sequence that has the target to itself fits"
+        opens = tuple(self._opening(pick.seq) for pick in picks if not pick.seq.opened)
+        tables = [ledger.pages(pick.end + len(pick.nodes)) for pick in picks]
+        ledger.start(held, sum(tables) - sum(pick.seq.pages for pick in picks))
+        extends = tuple(map(self._fly, picks, tables))
         drafted = any(seq.drafting is not None for seq in runnable)
         cores = self._config.cores_shared if drafted else self._config.cores_alone
-        step = Step(
-            target.in_flight, row_hash(opens, extends, closes), opens, extends, closes, cores
-        )
-        self._out.append(ToTargetWorker(index, step))
+        self._send(index, opens, extends, cores)
 
-    def _fly(self, pick: Pick) -> Extend:
+    def _make_room(self, ledger: Ledger, runnable: list[Sequence]) -> int:
+        """Pause the youngest until the committed rows of the others fit; the pages these lack.
+
+        `runnable` are all that run on the target, the oldest first; the oldest always stays.
+        """
+        missing = sum(ledger.pages(seq.frontier) - seq.pages for seq in runnable)
+        while missing > ledger.expected and len(runnable) > 1:
+            youngest = runnable.pop()
+            missing -= ledger.pages(youngest.frontier) - youngest.pages
+            self._pause(youngest)
+        return missing
+
+    def _pause(self, seq: Sequence) -> None:
+        """Take a sequence off its target; it keeps what it has committed and guessed."""
+        self._counters.preemptions += 1
+        self.close(seq)
+        seq.forget_target()
+        self.capacity.pause(seq)
+
+    def _opening(self, seq: Sequence) -> StepOpen:
+        seq.opened = True
+        self._counters.opened_tokens += seq.frontier
+        request = seq.request
+        return StepOpen(
+            seq.seq,
+            tuple(seq.tokens),
+            request.sampling,
+            cache_salt=request.cache_salt,
+            prefix_cache=request.prefix_cache,
+        )
+
+    def _fly(self, pick: Pick, pages: int) -> Extend:
         """Mark the sequence as in flight; its row group."""
         seq = pick.seq
         parents = scheduler.parents(pick.nodes)
@@ -181,14 +229,45 @@ class TargetDesk:
             seq.keep,
         )
         seq.flight = Flight(
-            self._next_step, seq.frontier, pick.end, pick.nodes, pick.wanted, pick.clamp
+            self._next_step, seq.frontier, pick.end, pick.nodes, pick.wanted, pick.clamp, pages
         )
-        seq.opened, seq.keep, seq.last_step = True, (), self._next_step
+        seq.keep, seq.last_step = (), self._next_step
         return extend
 
-    def _pages(self, target: Target, limit: int) -> int:
-        rows = limit + max(self._config.k, 0)
-        return -(-rows // target.hello.page_size)
+    def _send(
+        self,
+        index: int,
+        opens: tuple[StepOpen, ...],
+        extends: tuple[Extend, ...] = (),
+        cores: int = 0,
+    ) -> None:
+        target = self.targets[index]
+        closes = tuple(target.closes)
+        target.closes.clear()
+        target.in_flight = self._next_step
+        self._next_step += 1
+        self._counters.steps += 1
+        step = Step(
+            target.in_flight, row_hash(opens, extends, closes), opens, extends, closes, cores
+        )
+        self._out.append(ToTargetWorker(index, step))
+
+
+def _may_find(seq: Sequence, page_size: int) -> bool:
+    """True if opening the sequence before its first Extend may save some of it."""
+    return not seq.opened and seq.request.prefix_cache and seq.frontier > page_size
+
+
+def _fault(opening: Collection[Sequence], stepped: Stepped, ledger: Ledger) -> str:
+    """Why a step cannot have ended like this, as far as pages go; ends it in the ledger."""
+    size = ledger.page_size
+    found = stepped.cached if opening else ()
+    whole = all(0 <= n < s.frontier and n % size == 0 for n, s in zip(found, opening, strict=False))
+    if len(found) != len(opening) or not whole:
+        return f"its opens cannot have found {stepped.cached} tokens"
+    wrong = ledger.land(stepped.free_pages, sum(found) // size)
+    # After an error nobody knows how far the target got.
+    return "" if any(verdict.error for verdict in stepped.verdicts) else wrong
 
 
 def fits(flight: Flight, verdict: Verdict) -> bool:

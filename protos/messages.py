@@ -124,13 +124,18 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class StepOpen:
-    """A sequence the shards must know from this step on, with its committed tokens."""
+    """A sequence the shards must know from this step on, with its committed tokens.
+
+    Without an Extend in the same step it takes what whole pages of its tokens are cached under its
+    salt, and its first Extend starts where they end. `prefix_cache` False: it takes and gives none.
+    """
 
     seq: int
     tokens: tuple[int, ...]
     sampling: Sampling
     grammar: str = ""
     cache_salt: str = ""
+    prefix_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +173,8 @@ class StepClose:
 class Step:
     """One target forward, sent with the same bytes to every shard.
 
-    `cores` asks for that many CPU threads (0: leave as it is).
+    Closes come before opens and opens before Extends; without Extends there is no forward. `cores`
+    asks for that many CPU threads (0: leave as it is).
     """
 
     step: int
@@ -202,7 +208,8 @@ class Verdict:
 class Stepped:
     """What a step gave. `cached` has, per open, how many tokens the prefix cache already held.
 
-    `forward_s` is the time of the forward, `idle_s` the worker's wait before this step.
+    `free_pages` are those in no table after it, cached ones included. `forward_s` is the time of
+    the forward, `idle_s` the worker's wait before this step.
     """
 
     step: int
@@ -242,7 +249,10 @@ class Counter:
 
 @dataclass(frozen=True, slots=True)
 class AuditReply:
-    """A worker's account: what `held` adds up to, free and cached pages make the total."""
+    """A worker's account: free, cached and held pages make the total.
+
+    Cached pages are those in no table; `shared_pages` are what `held` counts more than once.
+    """
 
     nonce: int
     total_pages: int
@@ -250,6 +260,7 @@ class AuditReply:
     cached_pages: int
     held: tuple[Held, ...] = ()
     counters: tuple[Counter, ...] = ()
+    shared_pages: int = 0
 
 
 ToDrafter = Open | Advance | Close | Audit

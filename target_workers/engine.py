@@ -31,6 +31,7 @@ from protos.messages import (
 from protos.worker import ProtocolError
 from target_workers.acceptance import depths, tree_error, walk
 from target_workers.pages import Pages, Slots
+from target_workers.prefix_cache import Prefix
 from target_workers.rows import Draws, Layout, Run
 from target_workers.sequence import Sequence
 
@@ -94,13 +95,13 @@ class TargetEngine:
     def _step(self, step: Step) -> Stepped:
         idle_s = self._clock() - self._rested
         self._check(step)
-        for opened in step.opens:
-            self._open(opened)
         for closed in step.closes:
             self._close(closed)
+        extended = {extend.seq for extend in step.extends}
+        found = tuple(self._open(o, is_alone=o.seq not in extended) for o in step.opens)
         errors = {extend.seq: self._error(extend) for extend in step.extends}
         sound = [extend for extend in step.extends if not errors[extend.seq]]
-        self._keep(sound)
+        self._keep([(extend.seq, extend.keep) for extend in sound])
         for extend in sound:
             errors[extend.seq] = self._allocate(extend)
         started = self._clock()
@@ -108,10 +109,12 @@ class TargetEngine:
         self._rested = self._clock()
         verdicts |= {e.seq: _failed(e, errors[e.seq]) for e in step.extends if errors[e.seq]}
         self._counts.update(steps=1, errors=sum(bool(v.error) for v in verdicts.values()))
+        if not self._sequences:
+            self._pages.check_idle()
         return Stepped(
             step.step,
             tuple(verdicts[e.seq] for e in step.extends if e.seq in verdicts),
-            (0,) * len(step.opens),
+            found,
             self._pages.free,
             forward_s=self._rested - started,
             idle_s=idle_s,
@@ -133,19 +136,34 @@ class TargetEngine:
             self._set_cores(step.cores)
             self._cores = step.cores
 
-    def _open(self, opened: StepOpen) -> None:
+    def _open(self, opened: StepOpen, *, is_alone: bool) -> int:
+        """Know a sequence; how many of its tokens are cached. One that comes with an Extend takes
+        nothing from the cache: its Extend starts at 0."""
         if opened.seq in self._sequences:
             raise ProtocolError(f"sequence {opened.seq} is open already")
-        self._sequences[opened.seq] = Sequence(opened.sampling, list(opened.tokens))
-        self._pages.open(opened.seq)
+        size = self._hello.page_size
+        prefix = Prefix(opened.cache_salt, size) if opened.prefix_cache else None
+        seq = Sequence(opened.sampling, list(opened.tokens), prefix)
+        self._sequences[opened.seq] = seq
+        keys = seq.wanted_keys() if is_alone else ()
+        seq.cached = self._pages.open(opened.seq, keys) * size
+        self._counts.update(opened=len(opened.tokens), found=seq.cached)
+        return seq.cached
 
     def _close(self, closed: StepClose) -> None:
-        seq = self._sequences.pop(closed.seq, None)
+        seq = self._sequences.get(closed.seq)
         if seq is None:
             raise ProtocolError(f"sequence {closed.seq} is not open")
-        self._pages.close(closed.seq)
         if error := seq.keep_error(closed.keep):
             raise ProtocolError(f"closing sequence {closed.seq}: {error}")
+        self._keep([(closed.seq, closed.keep)])
+        self._share(closed.seq)
+        self._pages.close(closed.seq)
+        del self._sequences[closed.seq]
+
+    def _share(self, seq: int) -> None:
+        """Let others find the whole pages of committed tokens of a sequence."""
+        self._pages.enter(seq, self._sequences[seq].whole_keys())
 
     def _error(self, extend: Extend) -> str:
         """Why an Extend cannot be computed; nothing if it can. Changes nothing."""
@@ -169,19 +187,19 @@ class TargetEngine:
             return f"{reached} positions exceed the context of {self._hello.max_context}"
         return ""
 
-    def _keep(self, extends: Items[Extend]) -> None:
+    def _keep(self, kept: Items[tuple[int, Items[int]]]) -> None:
         """Move the rows of kept nodes to their positions and free what lies beyond them."""
         source: list[Slots] = []
         target: list[Slots] = []
-        for extend in extends:
-            seq = self._sequences[extend.seq]
-            slots = self._pages.slots(extend.seq)[seq.cached :]
-            moved = [(i, to) for to, i in enumerate(extend.keep) if i != to]
+        for id_, keep in kept:
+            seq = self._sequences[id_]
+            slots = self._pages.slots(id_)[seq.cached :]
+            moved = [(i, to) for to, i in enumerate(keep) if i != to]
             if moved:
                 source.append(slots[[i for i, _ in moved]])
                 target.append(slots[[to for _, to in moved]])
-            seq.keep(len(extend.keep))
-            self._pages.trim(extend.seq, seq.cached)
+            seq.keep(len(keep))
+            self._pages.trim(id_, seq.cached)
         if source:
             self._forward.move(np.concatenate(source), np.concatenate(target))
 
@@ -205,7 +223,7 @@ class TargetEngine:
             groups.append(_Group(extend, layout.add(extend, slots, decides)))
         tokens, finite = self._forward.choose(layout.runs, layout.draws)
         self._counts.update(forwards=1, rows=layout.num_rows, runs=len(layout.runs))
-        return {
+        verdicts = {
             group.extend.seq: self._decide(
                 group.extend,
                 tokens[group.draws.start : group.draws.stop],
@@ -214,16 +232,21 @@ class TargetEngine:
             for group in groups
             if group.draws
         }
+        for extend in extends:
+            self._share(extend.seq)
+        return verdicts
 
     def _decide(self, extend: Extend, chosen: Items[int], finite: Items[bool]) -> Verdict:
         """Walk the nodes of one Extend and commit what the walk gives."""
+        seq = self._sequences[extend.seq]
         path, next_token = walk(extend.nodes, chosen)
         end = extend.start + len(extend.tokens)
         # Only what lies on the path counts: a guess never changes the output, not even its end.
         for depth, i in enumerate((-1, *path)):
             if not finite[1 + i]:
+                seq.prefix = None  # nobody else shall compute with these rows
                 return _failed(extend, f"the logits at position {end - 1 + depth} are not finite")
-        self._sequences[extend.seq].commit(path, next_token)
+        seq.commit(path, next_token)
         self._counts.update(verdicts=1, nodes=len(extend.nodes), accepted=len(path))
         return Verdict(extend.seq, end, path, next_token)
 
@@ -234,7 +257,11 @@ class TargetEngine:
             for seq, state in sorted(self._sequences.items())
         )
         counters = tuple(Counter(name, value) for name, value in sorted(self._counts.items()))
-        return AuditReply(audit.nonce, self._pages.total, self._pages.free, 0, held, counters)
+        pages = self._pages
+        unused = pages.free - pages.cached
+        return AuditReply(
+            audit.nonce, pages.total, unused, pages.cached, held, counters, pages.shared
+        )
 
 
 def _failed(extend: Extend, error: str) -> Verdict:

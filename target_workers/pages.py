@@ -1,24 +1,33 @@
 """Which slots of the KV cache hold which rows of which sequence, by pages.
 
-Invariant: every page is free or in exactly one table. Allocation is a function of the calls
-alone (the lowest free page first), so every shard that makes the same calls has the same tables.
+Invariant: every page is free, cached and in no table, or in as many tables as it has references.
+Allocation is a function of the calls alone (the lowest free page first, then the cached one least
+recently used), so every shard that makes the same calls has the same tables.
 """
 
 import heapq
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from target_workers.prefix_cache import PrefixCache
 
 Slots = NDArray[np.int64]
 
 
 @dataclass(slots=True)
 class _Table:
-    """The pages of one sequence in the order of its rows, and the slot of every row."""
+    """The pages of one sequence in the order of its rows, and the slot of every row.
+
+    The first `entered` pages are whole and were offered to the prefix cache or found in it.
+    """
 
     pages: list[int] = field(default_factory=list)
     slots: Slots = field(default_factory=lambda: np.empty(0, np.int64))
+    entered: int = 0
 
 
 class Pages:
@@ -28,24 +37,55 @@ class Pages:
         self.total = total
         self.page_size = page_size
         self._free = list(range(total))
+        self._references = [0] * total
         self._tables: dict[int, _Table] = {}
+        self._cache = PrefixCache()
 
     @property
     def free(self) -> int:
-        """How many pages no table holds."""
-        return len(self._free)
+        """How many pages a table can still be given: free ones, and cached ones in no table."""
+        return len(self._free) + self._cache.idle
+
+    @property
+    def cached(self) -> int:
+        """How many pages are in no table and yet kept for their tokens."""
+        return self._cache.idle
+
+    @property
+    def shared(self) -> int:
+        """How many places in tables hold a page that another place holds too."""
+        places = sum(len(table.pages) for table in self._tables.values())
+        return places - (self.total - self.free)
 
     def held(self, seq: int) -> int:
         """How many pages the sequence holds."""
         return len(self._tables[seq].pages)
 
-    def open(self, seq: int) -> None:
-        """Give a sequence an empty table."""
+    def open(self, seq: int, keys: Iterable[bytes] = ()) -> int:
+        """Give a sequence a table of the cached pages with these keys, up to the first that is
+        not there; how many were found."""
         assert seq not in self._tables, f"sequence {seq} has a table"
-        self._tables[seq] = _Table()
+        table = self._tables[seq] = _Table()
+        for key in keys:
+            page = self._cache.find(key)
+            if page is None:
+                break
+            self._cache.hold(page)
+            self._references[page] += 1
+            table.pages.append(page)
+        table.entered = len(table.pages)
+        table.slots = self._slots_of(table.pages)
+        return table.entered
+
+    def enter(self, seq: int, keys: Sequence[bytes]) -> None:
+        """Let the first pages of a sequence be found by these keys, from now on."""
+        table = self._tables[seq]
+        for i in range(table.entered, len(keys)):
+            self._cache.enter(table.pages[i], keys[i])
+        table.entered = max(table.entered, len(keys))
 
     def close(self, seq: int) -> None:
-        """Free all pages of a sequence and forget it."""
+        """Release all pages of a sequence and forget it."""
         self.trim(seq, 0)
         del self._tables[seq]
 
@@ -53,22 +93,24 @@ class Pages:
         """Hold at least `rows` rows; False, and nothing changed, if there are too few pages."""
         table = self._tables[seq]
         missing = self._pages_for(rows) - len(table.pages)
-        if missing > len(self._free):
+        if missing > self.free:
             return False
         if missing > 0:
-            new = [heapq.heappop(self._free) for _ in range(missing)]
+            new = [self._take() for _ in range(missing)]
             table.pages.extend(new)
             table.slots = np.concatenate((table.slots, self._slots_of(new)))
         return True
 
     def trim(self, seq: int, rows: int) -> None:
-        """Free the pages beyond the first `rows` rows."""
+        """Release the pages beyond the first `rows` rows."""
         table = self._tables[seq]
         kept = self._pages_for(rows)
-        for page in table.pages[kept:]:
-            heapq.heappush(self._free, page)
+        # The last page first: a page is of no use without those before it, so it is evicted first.
+        for page in reversed(table.pages[kept:]):
+            self._release(page)
         del table.pages[kept:]
         table.slots = table.slots[: kept * self.page_size]
+        table.entered = min(table.entered, kept)
 
     def slots(self, seq: int) -> Slots:
         """The slot of every row the sequence has room for.  # [rows]"""
@@ -76,9 +118,27 @@ class Pages:
 
     def check(self) -> None:
         """Assert the invariant."""
-        used = [page for table in self._tables.values() for page in table.pages]
-        pages = sorted(self._free + used)
+        references = Counter(page for table in self._tables.values() for page in table.pages)
+        counted = {page: count for page, count in enumerate(self._references) if count}
+        assert references == counted, "a page's references are not the tables that hold it"
+        pages = sorted([*self._free, *self._cache.idle_pages(), *references])
         assert pages == list(range(self.total)), "a page is lost or has two owners"
+        self._cache.check()
+
+    def check_idle(self) -> None:
+        """Assert that all pages are back, when no sequence is open."""
+        assert not self._tables, f"tables without a sequence: {sorted(self._tables)}"
+        assert self.free == self.total, f"{self.total - self.free} pages are lost"
+
+    def _take(self) -> int:
+        page = heapq.heappop(self._free) if self._free else self._cache.evict()
+        self._references[page] = 1
+        return page
+
+    def _release(self, page: int) -> None:
+        self._references[page] -= 1
+        if not self._references[page] and not self._cache.release(page):
+            heapq.heappush(self._free, page)
 
     def _pages_for(self, rows: int) -> int:
         return -(-rows // self.page_size)

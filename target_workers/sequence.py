@@ -1,10 +1,12 @@
 """One sequence as the target knows it: what is committed, what is cached, what was guessed last."""
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from protos.messages import Extend, Sampling, TreeNode
 from target_workers.acceptance import is_path
+from target_workers.prefix_cache import Prefix
 
 
 @dataclass(slots=True)
@@ -12,12 +14,28 @@ class Sequence:
     """`tokens` are committed, the first `cached` of them in the cache.
 
     `nodes` are the guesses of the last Extend; node i is in row `cached + i` until some are kept.
+    Without a `prefix` no page is shared with other sequences.
     """
 
     sampling: Sampling
     tokens: list[int]
+    prefix: Prefix | None = None
     cached: int = 0
     nodes: tuple[TreeNode, ...] = ()
+
+    def wanted_keys(self) -> Iterator[bytes]:
+        """The keys of pages to look for; the last committed token is always computed."""
+        if self.prefix is not None:
+            for page in range((len(self.tokens) - 1) // self.prefix.page_size):
+                yield self.prefix.key(self.tokens, page)
+
+    def whole_keys(self) -> Items[bytes]:
+        """The keys of all pages whose rows are committed, cached and in place."""
+        if self.prefix is None or self.cached < self.prefix.page_size:
+            return ()
+        pages = self.cached // self.prefix.page_size
+        self.prefix.key(self.tokens, pages - 1)
+        return self.prefix.keys[:pages]
 
     def keep_error(self, keep: Items[int]) -> str:
         """Why these nodes cannot have become committed; nothing if they can."""

@@ -45,7 +45,7 @@ def audit(engine: Engine) -> AuditReply:
     (reply,) = engine.handle(Audit(7))
     assert isinstance(reply, AuditReply)
     assert reply.nonce == 7
-    used = sum(held.pages for held in reply.held)
+    used = sum(held.pages for held in reply.held) - reply.shared_pages
     assert reply.free_pages + reply.cached_pages + used == reply.total_pages
     return reply
 

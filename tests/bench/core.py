@@ -84,7 +84,8 @@ class Bench:
             Verdict(e.seq, e.start + len(e.tokens), tuple(range(len(e.nodes))), 7)
             for e in self.step.extends
         )
-        return Stepped(self.step.step, verdicts, (), 0, 0.01)
+        free = self.core.capacity.ledgers[0].low
+        return Stepped(self.step.step, verdicts, (), free, 0.01)
 
     def round(self) -> float:
         """Seconds from the Stepped to the next Step."""

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#protos/paceline/v1/generation.proto\x12\x0bpaceline.v1\"\xd4\x02\n\x15GenerateStreamRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0emodel_revision\x18\x03 \x01(\t\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x06 \x01(\x0b\x32\x11.paceline.v1.ChatH\x00\x12\'\n\x08sampling\x18\x07 \x01(\x0b\x32\x15.paceline.v1.Sampling\x12\'\n\x08stopping\x18\x08 \x01(\x0b\x32\x15.paceline.v1.Stopping\x12\x16\n\x0eresumed_tokens\x18\t \x03(\x05\x12-\n\x0bspeculation\x18\n \x01(\x0b\x32\x18.paceline.v1.SpeculationB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xd3\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.paceline.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\x05\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x07\n\x05_seedB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"\xc0\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x05 \x01(\x08\x12\x17\n\nmin_tokens\x18\x06 \x01(\x05H\x01\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"O\n\x0bSpeculation\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.paceline.v1.SpeculationMode\x12\x0e\n\x01k\x18\x02 \x01(\x05H\x00\x88\x01\x01\x42\x04\n\x02_k\"\x9a\x01\n\x16GenerateStreamResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.paceline.v1.StartedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.paceline.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.paceline.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xce\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0emodel_revision\x18\x03 \x01(\t\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.paceline.v1.Sampling\x12\x1f\n\x04rule\x18\x05 \x01(\x0e\x32\x11.paceline.v1.Rule\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x05\x12\x13\n\x0bprompt_hash\x18\x07 \x01(\t\x12\x12\n\nmax_tokens\x18\x08 \x01(\x05\"(\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"\xaf\x01\n\x08\x46inished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.paceline.v1.Usage\x12\x32\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1d.paceline.v1.SpeculationStats\x12\x10\n\x08\x64\x65graded\x18\x04 \x01(\x08\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\"\xb9\x02\n\x10SpeculationStats\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\x03\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\x03\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\x03\x12#\n\x16mean_acceptance_length\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\"\n\x15\x64raft_acceptance_rate\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\x03\x12\x10\n\x08num_hits\x18\x07 \x01(\x03\x12\x15\n\x08hit_rate\x18\x08 \x01(\x01H\x02\x88\x01\x01\x42\x19\n\x17_mean_acceptance_lengthB\x18\n\x16_draft_acceptance_rateB\x0b\n\t_hit_rate*\x84\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x01\x12\x19\n\x15SPECULATION_MODE_SYNC\x10\x02\x12\x1a\n\x16SPECULATION_MODE_ASYNC\x10\x03*=\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bRULE_GREEDY\x10\x01\x12\x0e\n\nRULE_MATCH\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32o\n\x10InferenceService\x12[\n\x0eGenerateStream\x12\".paceline.v1.GenerateStreamRequest\x1a#.paceline.v1.GenerateStreamResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#protos/paceline/v1/generation.proto\x12\x0bpaceline.v1\"\x84\x03\n\x15GenerateStreamRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0emodel_revision\x18\x03 \x01(\t\x12\x0e\n\x04text\x18\x04 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x05 \x01(\x0b\x32\x15.paceline.v1.TokenIdsH\x00\x12!\n\x04\x63hat\x18\x06 \x01(\x0b\x32\x11.paceline.v1.ChatH\x00\x12\'\n\x08sampling\x18\x07 \x01(\x0b\x32\x15.paceline.v1.Sampling\x12\'\n\x08stopping\x18\x08 \x01(\x0b\x32\x15.paceline.v1.Stopping\x12\x16\n\x0eresumed_tokens\x18\t \x03(\x05\x12-\n\x0bspeculation\x18\n \x01(\x0b\x32\x18.paceline.v1.Speculation\x12.\n\x0cprefix_cache\x18\x0b \x01(\x0b\x32\x18.paceline.v1.PrefixCacheB\x08\n\x06prompt\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x05\"2\n\x04\x43hat\x12*\n\x08messages\x18\x01 \x03(\x0b\x32\x18.paceline.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\xd3\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x11\n\x04seed\x18\x02 \x01(\x03H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\x05H\x02\x88\x01\x01\x12\x12\n\x05top_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x12\n\x05min_p\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.paceline.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\x05\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\x05\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x07\n\x05_seedB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"\xc0\x01\n\x08Stopping\x12\x17\n\nmax_tokens\x18\x01 \x01(\x05H\x00\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x02 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\x05\x12\x12\n\nignore_eos\x18\x04 \x01(\x08\x12\"\n\x1ainclude_stop_str_in_output\x18\x05 \x01(\x08\x12\x17\n\nmin_tokens\x18\x06 \x01(\x05H\x01\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokens\"O\n\x0bSpeculation\x12*\n\x04mode\x18\x01 \x01(\x0e\x32\x1c.paceline.v1.SpeculationMode\x12\x0e\n\x01k\x18\x02 \x01(\x05H\x00\x88\x01\x01\x42\x04\n\x02_k\"1\n\x0bPrefixCache\x12\x12\n\ncache_salt\x18\x01 \x01(\t\x12\x0e\n\x06\x62ypass\x18\x02 \x01(\x08\"\x9a\x01\n\x16GenerateStreamResponse\x12\'\n\x07started\x18\x01 \x01(\x0b\x32\x14.paceline.v1.StartedH\x00\x12#\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x12.paceline.v1.DeltaH\x00\x12)\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x15.paceline.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xce\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x16\n\x0emodel_revision\x18\x03 \x01(\t\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.paceline.v1.Sampling\x12\x1f\n\x04rule\x18\x05 \x01(\x0e\x32\x11.paceline.v1.Rule\x12\x15\n\rprompt_tokens\x18\x06 \x01(\x05\x12\x13\n\x0bprompt_hash\x18\x07 \x01(\t\x12\x12\n\nmax_tokens\x18\x08 \x01(\x05\"(\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\"\xaf\x01\n\x08\x46inished\x12)\n\x06reason\x18\x01 \x01(\x0e\x32\x19.paceline.v1.FinishReason\x12!\n\x05usage\x18\x02 \x01(\x0b\x32\x12.paceline.v1.Usage\x12\x32\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1d.paceline.v1.SpeculationStats\x12\x10\n\x08\x64\x65graded\x18\x04 \x01(\x08\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x05\x12\x15\n\rcached_tokens\x18\x03 \x01(\x05\"\xb9\x02\n\x10SpeculationStats\x12\x16\n\x0enum_spec_steps\x18\x01 \x01(\x03\x12\x18\n\x10num_draft_tokens\x18\x02 \x01(\x03\x12!\n\x19num_accepted_draft_tokens\x18\x03 \x01(\x03\x12#\n\x16mean_acceptance_length\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\"\n\x15\x64raft_acceptance_rate\x18\x05 \x01(\x01H\x01\x88\x01\x01\x12\x1c\n\x14\x61\x63\x63\x65ptance_histogram\x18\x06 \x03(\x03\x12\x10\n\x08num_hits\x18\x07 \x01(\x03\x12\x15\n\x08hit_rate\x18\x08 \x01(\x01H\x02\x88\x01\x01\x42\x19\n\x17_mean_acceptance_lengthB\x18\n\x16_draft_acceptance_rateB\x0b\n\t_hit_rate*\x84\x01\n\x0fSpeculationMode\x12 \n\x1cSPECULATION_MODE_UNSPECIFIED\x10\x00\x12\x18\n\x14SPECULATION_MODE_OFF\x10\x01\x12\x19\n\x15SPECULATION_MODE_SYNC\x10\x02\x12\x1a\n\x16SPECULATION_MODE_ASYNC\x10\x03*=\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bRULE_GREEDY\x10\x01\x12\x0e\n\nRULE_MATCH\x10\x02*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32o\n\x10InferenceService\x12[\n\x0eGenerateStream\x12\".paceline.v1.GenerateStreamRequest\x1a#.paceline.v1.GenerateStreamResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,40 +33,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_SPECULATIONMODE']._serialized_start=2226
-  _globals['_SPECULATIONMODE']._serialized_end=2358
-  _globals['_RULE']._serialized_start=2360
-  _globals['_RULE']._serialized_end=2421
-  _globals['_FINISHREASON']._serialized_start=2423
-  _globals['_FINISHREASON']._serialized_end=2518
+  _globals['_SPECULATIONMODE']._serialized_start=2348
+  _globals['_SPECULATIONMODE']._serialized_end=2480
+  _globals['_RULE']._serialized_start=2482
+  _globals['_RULE']._serialized_end=2543
+  _globals['_FINISHREASON']._serialized_start=2545
+  _globals['_FINISHREASON']._serialized_end=2640
   _globals['_GENERATESTREAMREQUEST']._serialized_start=53
-  _globals['_GENERATESTREAMREQUEST']._serialized_end=393
-  _globals['_TOKENIDS']._serialized_start=395
-  _globals['_TOKENIDS']._serialized_end=418
-  _globals['_CHAT']._serialized_start=420
-  _globals['_CHAT']._serialized_end=470
-  _globals['_CHATMESSAGE']._serialized_start=472
-  _globals['_CHATMESSAGE']._serialized_end=516
-  _globals['_SAMPLING']._serialized_start=519
-  _globals['_SAMPLING']._serialized_end=986
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=817
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=865
-  _globals['_STOPPING']._serialized_start=989
-  _globals['_STOPPING']._serialized_end=1181
-  _globals['_SPECULATION']._serialized_start=1183
-  _globals['_SPECULATION']._serialized_end=1262
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1265
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1419
-  _globals['_STARTED']._serialized_start=1422
-  _globals['_STARTED']._serialized_end=1628
-  _globals['_DELTA']._serialized_start=1630
-  _globals['_DELTA']._serialized_end=1670
-  _globals['_FINISHED']._serialized_start=1673
-  _globals['_FINISHED']._serialized_end=1848
-  _globals['_USAGE']._serialized_start=1850
-  _globals['_USAGE']._serialized_end=1907
-  _globals['_SPECULATIONSTATS']._serialized_start=1910
-  _globals['_SPECULATIONSTATS']._serialized_end=2223
-  _globals['_INFERENCESERVICE']._serialized_start=2520
-  _globals['_INFERENCESERVICE']._serialized_end=2631
+  _globals['_GENERATESTREAMREQUEST']._serialized_end=441
+  _globals['_TOKENIDS']._serialized_start=443
+  _globals['_TOKENIDS']._serialized_end=466
+  _globals['_CHAT']._serialized_start=468
+  _globals['_CHAT']._serialized_end=518
+  _globals['_CHATMESSAGE']._serialized_start=520
+  _globals['_CHATMESSAGE']._serialized_end=564
+  _globals['_SAMPLING']._serialized_start=567
+  _globals['_SAMPLING']._serialized_end=1034
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=865
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=913
+  _globals['_STOPPING']._serialized_start=1037
+  _globals['_STOPPING']._serialized_end=1229
+  _globals['_SPECULATION']._serialized_start=1231
+  _globals['_SPECULATION']._serialized_end=1310
+  _globals['_PREFIXCACHE']._serialized_start=1312
+  _globals['_PREFIXCACHE']._serialized_end=1361
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1364
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1518
+  _globals['_STARTED']._serialized_start=1521
+  _globals['_STARTED']._serialized_end=1727
+  _globals['_DELTA']._serialized_start=1729
+  _globals['_DELTA']._serialized_end=1769
+  _globals['_FINISHED']._serialized_start=1772
+  _globals['_FINISHED']._serialized_end=1947
+  _globals['_USAGE']._serialized_start=1949
+  _globals['_USAGE']._serialized_end=2029
+  _globals['_SPECULATIONSTATS']._serialized_start=2032
+  _globals['_SPECULATIONSTATS']._serialized_end=2345
+  _globals['_INFERENCESERVICE']._serialized_start=2642
+  _globals['_INFERENCESERVICE']._serialized_end=2753
 # @@protoc_insertion_point(module_scope)

@@ -37,7 +37,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateStreamRequest(_message.Message):
-    __slots__ = ("request_id", "model", "model_revision", "text", "token_ids", "chat", "sampling", "stopping", "resumed_tokens", "speculation")
+    __slots__ = ("request_id", "model", "model_revision", "text", "token_ids", "chat", "sampling", "stopping", "resumed_tokens", "speculation", "prefix_cache")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_REVISION_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,7 @@ class GenerateStreamRequest(_message.Message):
     STOPPING_FIELD_NUMBER: _ClassVar[int]
     RESUMED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     model_revision: str
@@ -58,7 +59,8 @@ class GenerateStreamRequest(_message.Message):
     stopping: Stopping
     resumed_tokens: _containers.RepeatedScalarFieldContainer[int]
     speculation: Speculation
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., resumed_tokens: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ...) -> None: ...
+    prefix_cache: PrefixCache
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., model_revision: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., resumed_tokens: _Optional[_Iterable[int]] = ..., speculation: _Optional[_Union[Speculation, _Mapping]] = ..., prefix_cache: _Optional[_Union[PrefixCache, _Mapping]] = ...) -> None: ...
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -135,6 +137,14 @@ class Speculation(_message.Message):
     k: int
     def __init__(self, mode: _Optional[_Union[SpeculationMode, str]] = ..., k: _Optional[int] = ...) -> None: ...
 
+class PrefixCache(_message.Message):
+    __slots__ = ("cache_salt", "bypass")
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    BYPASS_FIELD_NUMBER: _ClassVar[int]
+    cache_salt: str
+    bypass: bool
+    def __init__(self, cache_salt: _Optional[str] = ..., bypass: _Optional[bool] = ...) -> None: ...
+
 class GenerateStreamResponse(_message.Message):
     __slots__ = ("started", "delta", "finished")
     STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -188,12 +198,14 @@ class Finished(_message.Message):
     def __init__(self, reason: _Optional[_Union[FinishReason, str]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationStats, _Mapping]] = ..., degraded: _Optional[bool] = ..., queue_s: _Optional[float] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "completion_tokens")
+    __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     completion_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SpeculationStats(_message.Message):
     __slots__ = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens", "mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram", "num_hits", "hit_rate")

@@ -61,8 +61,10 @@ def steps(commands: list[Command]) -> list[Step]:
     return [c.message for c in commands if isinstance(c, ToTargetWorker)]
 
 
-def answer(step: Step, *verdicts: Verdict) -> Stepped:
-    return Stepped(step.step, verdicts, (0,) * len(step.opens), 10, 0.01)
+def answer(made: Core, step: Step, *verdicts: Verdict) -> Stepped:
+    """What a target says that found nothing cached and has the pages that the core expects."""
+    free = made.capacity.ledgers[0].low
+    return Stepped(step.step, verdicts, (0,) * len(step.opens), free, 0.01)
 
 
 def submitted(made: Core, asked: Request | None = None, now: float = 0.0) -> list[Command]:
@@ -82,14 +84,14 @@ def test_a_request_that_can_never_fit_is_refused_by_name() -> None:
     assert "12 tokens" in refused.detail
 
 
-def test_a_request_waits_until_memory_is_promised() -> None:
-    made = core(num_pages=9)
-    (first,) = steps(submitted(made, request("a", 3, 20)))
-    assert steps(submitted(made, request("b", 3, 20))) == []
+def test_a_request_waits_for_pages_to_begin_and_to_go_on_for_a_while() -> None:
+    made = core(num_pages=5)
+    (first,) = steps(submitted(made, request("a", 3, 17)))
+    assert steps(submitted(made, request("b", 3, 17))) == []
     assert made.waiting == 1
     freed = made.handle(Cancelled(1.0, "a"))
     assert told(freed)[0].reason is FinishReason.CANCELLED
-    (second,) = steps(made.handle(TargetSaid(1.1, 0, answer(first, Verdict(1, 3, (), 5)))))
+    (second,) = steps(made.handle(TargetSaid(1.1, 0, answer(made, first, Verdict(1, 3, (), 5)))))
     assert [c.seq for c in second.closes] == [1]
     assert [o.seq for o in second.opens] == [2]
 
@@ -100,7 +102,7 @@ def test_a_draining_core_takes_nothing_new_and_ends_what_runs() -> None:
     made.handle(Draining(0.5))
     (refused,) = told(submitted(made, request("b"), 0.6), "b")
     assert refused.refusal is Refusal.DRAINING
-    done = told(made.handle(TargetSaid(1.0, 0, answer(step, Verdict(1, 3, (), 5)))))
+    done = told(made.handle(TargetSaid(1.0, 0, answer(made, step, Verdict(1, 3, (), 5)))))
     assert done[0] == Delta((5,))
     assert done[1].reason is FinishReason.LENGTH
 
@@ -144,7 +146,7 @@ def test_cancelling_twice_or_after_the_end_does_nothing() -> None:
 def test_a_verdict_that_fits_nothing_asked_for_ends_the_link(verdict: Verdict) -> None:
     made = core()
     (step,) = steps(submitted(made))
-    commands = made.handle(TargetSaid(1.0, 0, answer(step, verdict)))
+    commands = made.handle(TargetSaid(1.0, 0, answer(made, step, verdict)))
     assert any(isinstance(c, DropTarget) for c in commands)
     assert not any(isinstance(c, Round) for c in commands)
     assert made.counters.target_faults == 1
@@ -155,7 +157,9 @@ def test_an_error_ends_its_sequence_only() -> None:
     (step,) = steps(submitted(made, request("a")))
     submitted(made, request("b"))
     commands = made.handle(
-        TargetSaid(1.0, 0, answer(step, Verdict(1, 3, (), -1, error="logits not finite at 3")))
+        TargetSaid(
+            1.0, 0, answer(made, step, Verdict(1, 3, (), -1, error="logits not finite at 3"))
+        )
     )
     (ended,) = told(commands)
     assert ended.reason is FinishReason.ERROR
@@ -170,7 +174,7 @@ def test_an_answer_to_no_step_is_counted_and_changes_nothing() -> None:
     (step,) = steps(submitted(made))
     assert made.handle(TargetSaid(1.0, 0, Stepped(99, (), (), 1, 0.1))) == []
     assert made.counters.stepped_stale == 1
-    assert told(made.handle(TargetSaid(1.1, 0, answer(step, Verdict(1, 3, (), 5)))))
+    assert told(made.handle(TargetSaid(1.1, 0, answer(made, step, Verdict(1, 3, (), 5)))))
 
 
 def with_drafter(**changes) -> tuple[Core, Step]:
@@ -217,24 +221,24 @@ def test_a_drafter_that_exceeds_its_credit_is_opened_anew() -> None:
 def test_the_step_waits_for_a_first_draft_no_longer_than_patience() -> None:
     made, step = with_drafter(patience_s=0.5)
     made.handle(DrafterSaid(0.1, 0, Grow(1, 1, 3, ())))
-    commands = made.handle(TargetSaid(1.0, 0, answer(step, Verdict(1, 3, (), 5))))
+    commands = made.handle(TargetSaid(1.0, 0, answer(made, step, Verdict(1, 3, (), 5))))
     assert steps(commands) == []
     assert WakeAt(1.5) in commands
     (step,) = steps(made.handle(Ticked(1.5)))
     assert step.extends[0].nodes == ()
     assert made.counters.waits_in_vain == 1
-    commands = made.handle(TargetSaid(2.0, 0, answer(step, Verdict(1, 4, (), 6))))
+    commands = made.handle(TargetSaid(2.0, 0, answer(made, step, Verdict(1, 4, (), 6))))
     assert len(steps(commands)) == 1, "a late drafter is not waited for again"
     made.handle(DrafterSaid(2.1, 0, Grow(1, 1, 5, (Guess(1, 0, 7, -0.1),))))
     (step,) = steps(commands)
-    commands = made.handle(TargetSaid(3.0, 0, answer(step, Verdict(1, 5, (), 8))))
+    commands = made.handle(TargetSaid(3.0, 0, answer(made, step, Verdict(1, 5, (), 8))))
     assert steps(commands) == [], "one that answered in time is"
 
 
 def test_a_lost_targets_sequences_are_opened_anew_with_what_they_have() -> None:
     made = core()
     (step,) = steps(submitted(made))
-    (step,) = steps(made.handle(TargetSaid(1.0, 0, answer(step, Verdict(1, 3, (), 5)))))
+    (step,) = steps(made.handle(TargetSaid(1.0, 0, answer(made, step, Verdict(1, 3, (), 5)))))
     made.handle(TargetLost(1.1, 0, "gone"))
     (step,) = steps(made.handle(TargetSaid(1.2, 0, hello("target"))))
     assert step.opens[0].tokens == (1, 2, 3, 5)

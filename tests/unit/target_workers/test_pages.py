@@ -78,11 +78,32 @@ def test_no_page_is_lost_or_shared_by_any_history(seed: int) -> None:
     assert len(slots) == len(set(slots))
 
 
-def test_the_check_finds_a_page_with_two_owners() -> None:
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [
+        (lambda pages: pages._tables[1].pages.__setitem__(0, 0), "references"),
+        (lambda pages: pages._tables[1].pages.pop(), "references"),
+        (lambda pages: pages._free.append(0), "two owners"),
+        (lambda pages: pages._free.remove(3), "lost"),
+    ],
+)
+def test_the_check_finds_a_page_that_is_lost_or_held_twice(plant, found) -> None:
     pages = make(a=4, b=4)
-    pages._tables[1].pages[0] = 0
-    with pytest.raises(AssertionError, match="two owners"):
+    pages.check()
+    plant(pages)
+    with pytest.raises(AssertionError, match=found):
         pages.check()
+
+
+def test_the_idle_check_finds_what_no_sequence_holds() -> None:
+    pages = make(a=4)
+    with pytest.raises(AssertionError, match="tables without a sequence"):
+        pages.check_idle()
+    pages.close(0)
+    pages.check_idle()
+    pages._free.pop()
+    with pytest.raises(AssertionError, match="1 pages are lost"):
+        pages.check_idle()
 
 
 def test_slots_are_what_torch_indexes_with() -> None:
