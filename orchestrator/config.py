@@ -28,6 +28,7 @@ class CoreConfig:
     sync_patience_s: float = 1.0
     lookup: bool = True
     recovery_s: float = 30.0
+    step_timeout_s: float = 120.0
     cores_alone: int = 0
     cores_shared: int = 0
 

@@ -4,10 +4,10 @@ It owns the life of every sequence. What to verify is scheduler.py's business, w
 know draft_desk.py's.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator
 
 from orchestrator import lookup
+from orchestrator.admission import Admission
 from orchestrator.config import CoreConfig
 from orchestrator.draft_desk import DraftDesk
 from orchestrator.events import (
@@ -41,9 +41,9 @@ from orchestrator.request import (
 from orchestrator.sequence import Committed, Flight, Sequence
 from orchestrator.target_desk import TargetDesk, fits
 from protos.draft_tree import DraftTree
-from protos.messages import Grow, Hello, Need, Stepped, Verdict
+from protos.messages import Grow, Hello, Need, Report, Stepped, Verdict
 
-RETRY_S = 1.0
+MAX_LOSSES = 3  # targets lost on one sequence before it is given up
 
 
 class Core:
@@ -59,12 +59,11 @@ class Core:
         self._told: list[Command] = []
         self._sequences: dict[int, Sequence] = {}
         self._ids: dict[str, int] = {}
-        self._queue: deque[tuple[float, Request]] = deque()
         self._next_seq = 1
-        self._draining = False
         self.targets = TargetDesk(config, policy, self.counters, self._out)
         self.capacity = self.targets.capacity
-        self.drafts = DraftDesk(config, self.counters, self._out, self.targets.wanted)
+        self._admission = Admission(config, self.targets)
+        self.drafts = DraftDesk(config, self.counters, self._out, self.targets.patience)
 
     @property
     def sequences(self) -> Iterator[Sequence]:
@@ -74,14 +73,14 @@ class Core:
     @property
     def waiting(self) -> int:
         """Requests in the queue."""
-        return len(self._queue)
+        return len(self._admission)
 
     def handle(self, event: Event) -> list[Command]:
         """Take one event; what to do about it, in order."""
         self._react(event)
         if not isinstance(event, DrafterSaid):  # a drafter frees no pages
             self._admit(event.now)
-        self.targets.schedule(self._sequences.values(), self.drafts.drafters, event.now)
+        self.targets.schedule(self._sequences.values(), event.now)
         commands = [*self._out, *self._told]  # workers first: they are waiting
         self._out.clear()
         self._told.clear()
@@ -102,64 +101,41 @@ class Core:
             case Ticked(now):
                 self._expire(now)
             case Draining():
-                self._draining = True
+                self._admission.draining = True
             case TargetSaid(_, target, Hello() as hello):
                 self._target_hello(target, hello)
             case TargetLost(now, target, _):
-                self.targets.lost(target, self._on_target(target), now)
+                self._target_lost(target, now)
+            case DrafterSaid(_, drafter, Report() as report):
+                self.drafts.report(drafter, report)
             case DrafterSaid(_, drafter, Hello() as hello):
                 self.drafts.connected(drafter, hello, list(self._sequences.values()))
             case DrafterLost(_, drafter, _):
                 self.drafts.lost(drafter, list(self._sequences.values()))
+            case TargetSaid(_, target, message):
+                self.targets.drop(target, f"a target does not say {type(message).__name__}")
 
     # Requests
 
     def _submit(self, request: Request, now: float) -> None:
         self.counters.requests += 1
-        refusal = self._refusal(request)
-        if refusal is not None:
-            self.counters.refused += 1
-            self._tell(request.request_id, refusal)
-            return
-        self._ids[request.request_id] = 0
-        self._queue.append((now, request))
-
-    def _refusal(self, request: Request) -> Refused | None:
         if request.request_id in self._ids:
-            return Refused(Refusal.DUPLICATE, f"request {request.request_id!r} is being served")
-        if self._draining:
-            return Refused(Refusal.DRAINING, "the server is shutting down", RETRY_S)
-        if not self.targets.connected:
-            return Refused(Refusal.NO_TARGET, "no target worker is connected", RETRY_S)
-        if not self.capacity.could_hold(self._limit(request)):
-            return Refused(
-                Refusal.TOO_LARGE,
-                f"{self._limit(request)} tokens exceed the target's memory of "
-                f"{self.capacity.tokens} tokens; ask for fewer, or give it more pages",
-            )
-        free = self.config.max_sequences - len(self._sequences)
-        if len(self._queue) >= self.config.max_queue + max(0, free):
-            return Refused(
-                Refusal.QUEUE_FULL,
-                f"{len(self._sequences)} requests run and {len(self._queue)} wait: no more fit",
-                RETRY_S,
-            )
-        return None
-
-    def _limit(self, request: Request) -> int:
-        return min(len(request.prompt) + request.max_tokens, self.config.max_context)
+            detail = f"request {request.request_id!r} is being served"
+            refused: Refused | None = Refused(Refusal.DUPLICATE, detail)
+        else:
+            refused = self._admission.submit(request, now, len(self._sequences))
+        if refused is not None:
+            self.counters.refused += 1
+            self._tell(request.request_id, refused)
+        else:
+            self._ids[request.request_id] = 0
 
     def _admit(self, now: float) -> None:
         self.capacity.resume(self._sequences.values())
-        while self._queue and len(self._sequences) < self.config.max_sequences:
-            since, request = self._queue[0]
-            target = self.capacity.place(request, self._limit(request), self._sequences.values())
-            if target is None:
-                return
-            self._queue.popleft()
-            seq = self._begin(request, target, now)
-            seq.wait_s = now - since
-            seq.deadline = since + self.config.max_request_s
+        while admitted := self._admission.admit(self._sequences.values()):
+            seq = self._begin(admitted.request, admitted.target, now)
+            seq.wait_s = now - admitted.since
+            seq.deadline = admitted.since + self.config.max_request_s
             self.drafts.open(seq)
             self._look_up(seq)
 
@@ -174,7 +150,7 @@ class Core:
             target=target,
             stopper=self._make_stopper(request),
             tokens=tokens,
-            limit=self._limit(request),
+            limit=self._admission.limit(request),
             tree=DraftTree(len(tokens)),
             deadline=now,
             lookup=lookup.NgramIndex(tokens) if uses_lookup else None,
@@ -197,13 +173,13 @@ class Core:
 
     def _unqueue(self, request_id: str, reason: FinishReason) -> None:
         del self._ids[request_id]
-        self._queue = deque(item for item in self._queue if item[1].request_id != request_id)
+        self._admission.remove(request_id)
         self._tell(request_id, Finished(reason, Stats()))
 
     def _expire(self, now: float) -> None:
-        for since, request in [*self._queue]:
-            if now - since >= self.config.max_request_s:
-                self._unqueue(request.request_id, FinishReason.TIMEOUT)
+        for request_id, reason in self._admission.overdue(now):
+            self._unqueue(request_id, reason)
+        self.targets.expire(now)
         for seq in [*self._sequences.values()]:
             if now >= seq.deadline:
                 self._finish(seq, FinishReason.TIMEOUT)
@@ -273,6 +249,13 @@ class Core:
         for seq in self._on_target(index):
             if not self.capacity.holds(index, seq.limit):
                 self._finish(seq, FinishReason.UNAVAILABLE, "the target has less memory now")
+
+    def _target_lost(self, index: int, now: float) -> None:
+        """Its sequences wait for its return, but for one that takes it down again and again."""
+        self.targets.lost(index, self._on_target(index), now)
+        for seq in self._on_target(index):
+            if seq.losses >= MAX_LOSSES:
+                self._finish(seq, FinishReason.ERROR, "the target was lost each time it ran this")
 
     def _on_target(self, index: int) -> list[Sequence]:
         return [seq for seq in self._sequences.values() if seq.target == index]

@@ -3,28 +3,29 @@
 Whatever a drafter sends, the mirror holds exactly the nodes that stand on the committed prefix.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from orchestrator.config import CoreConfig
 from orchestrator.events import Command, DropDrafter, ToDrafterWorker
 from orchestrator.metrics import Counters
+from orchestrator.patience import Patience
 from orchestrator.request import Mode
 from orchestrator.sequence import Drafting, Sequence
 from protos.draft_tree import Ids
-from protos.messages import Advance, Close, Grow, Hello, Need, Open
+from protos.messages import Advance, Close, Grow, Hello, Need, Open, Report
+
+MAX_FAULTS = 8  # a drafter may be wrong that often before its link is cut
 
 
 @dataclass(slots=True)
 class Drafter:
-    """A connected drafter and how many sequences it has.
-
-    `answer_s` is how long a new root last waited for its first guess, or went without.
-    """
+    """A connected drafter, how many sequences it has, how often it was wrong, its last report."""
 
     hello: Hello
     load: int = 0
-    answer_s: float = 0.0
+    faults: int = 0
+    report: Report | None = None
 
 
 class DraftDesk:
@@ -35,10 +36,10 @@ class DraftDesk:
         config: CoreConfig,
         counters: Counters,
         out: list[Command],
-        wanted: Callable[[Sequence], int],
+        patience: Patience,
     ) -> None:
         self._config = config
-        self._wanted = wanted
+        self._patience = patience
         self._counters = counters
         self._out = out
         self.drafters: dict[int, Drafter] = {}
@@ -47,6 +48,7 @@ class DraftDesk:
     def connected(self, index: int, hello: Hello, running: Iterable[Sequence]) -> None:
         """A drafter said hello, for the first time or again: it holds nothing of ours."""
         self._forget(index, running)
+        self._patience.forget(index)
         self.drafters[index] = Drafter(hello)
         for seq in running:
             self.open(seq)
@@ -92,7 +94,7 @@ class DraftDesk:
         drafting = seq.drafting
         if drafting is None:
             return
-        seq.drafting = None
+        _end(seq)
         self.drafters[drafting.drafter].load -= 1
         self._out.append(ToDrafterWorker(drafting.drafter, Close(seq.seq, drafting.opening)))
 
@@ -103,11 +105,13 @@ class DraftDesk:
             self._counters.grows_stale += 1
             return
         self._counters.grows += 1
-        was_bare = not seq.tree.children
+        was_ready = self._patience.is_ready(seq)
         if self._take(seq, drafting.ids, message):
-            self._reopen(seq)
-        elif was_bare and seq.tree.children:
-            self.drafters[index].answer_s = now - seq.waiting_since
+            self._fault(index, seq)
+        elif not was_ready and self._patience.is_ready(seq):
+            self._patience.answered(seq, now)
+        if not message.nodes:
+            drafting.rests_at = message.frontier
 
     def need(self, index: int, seq: Sequence | None, message: Need) -> None:
         """Send again what the drafter lacks."""
@@ -139,8 +143,18 @@ class DraftDesk:
             self._counters.guesses_gone += node is None
         return ids.live > self._config.credit
 
-    def _reopen(self, seq: Sequence) -> None:
+    def report(self, index: int, report: Report) -> None:
+        """Keep what a drafter says of its load."""
+        if index in self.drafters:
+            self.drafters[index].report = report
+
+    def _fault(self, index: int, seq: Sequence) -> None:
+        """Begin the opening anew; a drafter that goes on being wrong is cut off."""
         self._counters.drafter_faults += 1
+        self.drafters[index].faults += 1
+        if self.drafters[index].faults > MAX_FAULTS:
+            self._out.append(DropDrafter(index, f"{MAX_FAULTS} messages that cannot be"))
+            return
         self._counters.reopenings += 1
         self.close(seq)
         self.open(seq)
@@ -153,13 +167,20 @@ class DraftDesk:
         self.drafters.pop(index, None)
         for seq in running:
             if seq.drafting is not None and seq.drafting.drafter == index:
-                seq.drafting = None
+                _end(seq)
 
     def _credit(self, seq: Sequence) -> int:
         limit = self._config.credit
         if seq.mode is Mode.SYNC:
-            limit = min(limit, self._wanted(seq))
+            limit = min(limit, self._patience.wanted(seq))
         return max(0, min(limit, seq.room))
+
+
+def _end(seq: Sequence) -> None:
+    """The opening's guesses end with it, so that a tree never holds those of two."""
+    if seq.drafting is not None:
+        seq.tree.drop_source(seq.drafting.ids.source)
+        seq.drafting = None
 
 
 def _opening_of(seq: Sequence | None, index: int, opening: int) -> Drafting | None:

@@ -104,9 +104,13 @@ def plan(
     # Whoever gets no page has no old guesses either: its cached rows end with its last page.
     decoding = [seq for seq in decoding if budget.take(seq.cached, seq.frontier)]
     prefilling = [seq for seq in order if seq.pending > 1]
-    reserved = budget.reserve(prefilling)
+    pages = budget.reserve(prefilling)
+    # Guesses leave prefill a share, or streams that are much drafted would starve it.
+    rows = min(sum(s.pending for s in prefilling), budget.rows, max(1, budget.rows // 4))
+    budget.rows -= rows
     picks = [_pick(seq, seq.frontier, budget, wanted(seq), shape) for seq in decoding]
-    budget.pages += reserved
+    budget.pages += pages
+    budget.rows += rows
     for seq in prefilling:
         end = budget.reach(seq.cached, seq.frontier)
         if end > seq.cached:

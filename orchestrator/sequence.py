@@ -31,11 +31,12 @@ class Flight:
 
 @dataclass(slots=True)
 class Drafting:
-    """One opening of the sequence at a drafter."""
+    """One opening of the sequence at a drafter, which has nothing to add at frontier `rests_at`."""
 
     drafter: int
     opening: int
     ids: Ids
+    rests_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class Sequence:
     cut: int = 0
     wait_s: float = 0.0
     degraded: bool = False
+    losses: int = 0
 
     @property
     def frontier(self) -> int:
@@ -134,9 +136,10 @@ class Sequence:
         self.cached = flight.frontier + kept
         self.pages = flight.pages
         self.flight = None
-        self._record(len(flight.nodes), len(walk), hit)
-        self.cut += len(walk) + 1 - len(tokens)
-        return Committed(tuple(tokens), len(walk), hit, finish)
+        self.losses = 0
+        self._record(len(flight.nodes), kept, hit)
+        self.cut += kept + 1 - len(tokens)
+        return Committed(tuple(tokens), kept, hit, finish)
 
     def stats(self) -> Stats:
         """The account of this sequence up to now."""
@@ -153,7 +156,11 @@ class Sequence:
         )
 
     def forget_target(self) -> None:
-        """The target lost all it held: open anew, compute every committed row again."""
+        """The target lost all it held: open anew, compute every committed row again.
+
+        `losses` counts how often that happened while it was being computed, since it got on.
+        """
+        self.losses += self.flight is not None
         self.opened, self.cached, self.pages, self.keep, self.flight = False, 0, 0, (), None
 
     def _until_stop(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:

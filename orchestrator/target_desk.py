@@ -3,19 +3,19 @@
 Sequences are never in two steps at once, and a target never in two at once (yet).
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from orchestrator import scheduler
 from orchestrator.capacity import Capacity
 from orchestrator.config import CoreConfig
-from orchestrator.draft_desk import Drafter
 from orchestrator.events import Command, DropTarget, ToTargetWorker, WakeAt
 from orchestrator.k_policy import KPolicy
 from orchestrator.ledger import Ledger
 from orchestrator.metrics import Counters
+from orchestrator.patience import Patience
 from orchestrator.request import Mode
-from orchestrator.scheduler import Budget, Pick, Wait
+from orchestrator.scheduler import Budget, Pick
 from orchestrator.sequence import Flight, Sequence
 from protos.codec import row_hash
 from protos.messages import Extend, Hello, Step, StepClose, StepOpen, Stepped, TreeNode, Verdict
@@ -32,6 +32,7 @@ class Target:
 
     hello: Hello
     in_flight: int = 0
+    sent_at: float = 0.0
     closes: list[StepClose] = field(default_factory=list)
     opening: list[Sequence] = field(default_factory=list)
 
@@ -44,6 +45,7 @@ class TargetDesk:
     ) -> None:
         self._config = config
         self._policy = policy
+        self.patience = Patience(config, self.wanted)
         self._counters = counters
         self._out = out
         self._next_step = 1
@@ -75,6 +77,10 @@ class TargetDesk:
         """True if a lost target has not returned in time."""
         return now - self._lost_since.get(index, now) >= self._config.recovery_s
 
+    def all_given_up(self, now: float) -> bool:
+        """True if no target is there and none has returned in time."""
+        return not self.targets and all(self.given_up(index, now) for index in self._lost_since)
+
     def close(self, seq: Sequence) -> None:
         """Free the sequence with the next step of its target."""
         self.capacity.forget(seq)
@@ -88,6 +94,8 @@ class TargetDesk:
         target = self.targets.get(index)
         if target is None or target.in_flight != stepped.step:
             self._counters.stepped_stale += 1
+            if stepped.step >= self._next_step:
+                self.drop(index, f"answers step {stepped.step}, which was never sent")
             return False
         ledger = self.capacity.ledgers[index]
         if fault := _fault(target.opening, stepped, ledger):
@@ -103,12 +111,17 @@ class TargetDesk:
     def drop(self, index: int, cause: str) -> None:
         """Cut the link to a target whose answer makes no sense."""
         self._counters.target_faults += 1
-        self.targets[index].in_flight = DROPPED
+        if index in self.targets:
+            self.targets[index].in_flight = DROPPED
         self._out.append(DropTarget(index, cause))
 
-    def schedule(
-        self, running: Iterable[Sequence], drafters: Mapping[int, Drafter], now: float
-    ) -> None:
+    def expire(self, now: float) -> None:
+        """Cut the links to targets that do not answer their step."""
+        for index, target in self.targets.items():
+            if target.in_flight > 0 and now - target.sent_at >= self._config.step_timeout_s:
+                self.drop(index, f"no answer to step {target.in_flight} in time")
+
+    def schedule(self, running: Iterable[Sequence], now: float) -> None:
         """Start a step on every idle target that has work and nothing worth waiting for."""
         for index, target in self.targets.items():
             if target.in_flight:
@@ -117,10 +130,12 @@ class TargetDesk:
             new = [s for s in runnable if _may_find(s, target.hello.page_size)]
             if new:
                 self._open(index, runnable, new)
-            elif runnable and self._waits(runnable, drafters, now):
+            elif runnable and self._waits(runnable, now):
                 continue
             elif runnable or target.closes:
                 self._start(index, runnable)
+            if target.in_flight:
+                target.sent_at = now
 
     def wanted(self, seq: Sequence) -> int:
         """K for the sequence's next round."""
@@ -128,34 +143,15 @@ class TargetDesk:
             return 0
         return self._policy.k(seq.seq, seq.rounds) if seq.request.k is None else seq.request.k
 
-    def _waits(self, runnable: list[Sequence], drafters: Mapping[int, Drafter], now: float) -> bool:
-        patience = {seq.seq: self._patience(seq, drafters) for seq in runnable}
-        until = scheduler.wait_until(runnable, lambda seq: patience[seq.seq])
+    def _waits(self, runnable: list[Sequence], now: float) -> bool:
+        until = scheduler.wait_until(runnable, self.patience.wait)
         if until > now:
             self._counters.waits += 1
+            self.patience.begin(runnable)
             self._out.append(WakeAt(until))
             return True
-        for seq in runnable:
-            wait = patience[seq.seq]
-            if wait and seq.drafting and seq.tree.size < wait.nodes and wait.until <= now:
-                self._counters.waits_in_vain += 1
-                drafter = drafters[seq.drafting.drafter]
-                drafter.answer_s = max(drafter.answer_s, self._patience_s(seq))
+        self._counters.waits_in_vain += self.patience.end(runnable, now)
         return False
-
-    def _patience(self, seq: Sequence, drafters: Mapping[int, Drafter]) -> Wait | None:
-        patience_s = self._patience_s(seq)
-        nodes = min(self.wanted(seq), seq.room)
-        if seq.drafting is None or nodes <= 0:
-            return None
-        if drafters[seq.drafting.drafter].answer_s >= patience_s:
-            return None
-        return Wait(nodes if seq.mode is Mode.SYNC else 1, seq.waiting_since + patience_s)
-
-    def _patience_s(self, seq: Sequence) -> float:
-        """How long a step may wait for the sequence's draft."""
-        sync = seq.mode is Mode.SYNC
-        return self._config.sync_patience_s if sync else self._config.patience_s
 
     def _open(self, index: int, runnable: list[Sequence], new: list[Sequence]) -> None:
         """A step that only opens: answered at once, it says where their first Extends start."""
@@ -176,7 +172,8 @@ class TargetDesk:
         picks: list[Pick] = []
         # If it takes pages that the closes may or may not free, their answer comes first.
         if missing <= budget.pages:
-            picks = scheduler.plan(runnable, budget, self.wanted, self._config.shape)
+            chosen = _suspects_alone(runnable)
+            picks = scheduler.plan(chosen, budget, self.wanted, self._config.shape)
         assert picks or target.closes, "a sequence that has the target to itself fits"
         opens = tuple(self._opening(pick.seq) for pick in picks if not pick.seq.opened)
         tables = [ledger.pages(pick.end + len(pick.nodes)) for pick in picks]
@@ -251,6 +248,12 @@ class TargetDesk:
             target.in_flight, row_hash(opens, extends, closes), opens, extends, closes, cores
         )
         self._out.append(ToTargetWorker(index, step))
+
+
+def _suspects_alone(runnable: list[Sequence]) -> list[Sequence]:
+    """After the loss of a target, what was in flight then goes one by one, to find the cause."""
+    suspects = [seq for seq in runnable if seq.losses]
+    return suspects[:1] or runnable
 
 
 def _may_find(seq: Sequence, page_size: int) -> bool:

@@ -76,6 +76,17 @@ class DraftTree:
             walked.append(node)
         return walked
 
+    def drop_source(self, source: Source) -> None:
+        """Forget what a source alone proposed, unless another source goes on from it."""
+        for node in [*self.walk()][::-1]:  # children before their parents
+            if len(node.scores) > 1:
+                node.scores.pop(source, None)
+            elif source in node.scores and not node.children:
+                siblings = self.children if node.parent is None else node.parent.children
+                del siblings[node.token]
+                node.state = State.GONE
+                self.size -= 1
+
     def walk(self) -> Iterator[Node]:
         """Every live node, parents before children."""
         stack = list(self.children.values())

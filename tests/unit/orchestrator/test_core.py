@@ -22,7 +22,7 @@ from orchestrator.events import (
     WakeAt,
 )
 from orchestrator.k_policy import FixedK
-from orchestrator.request import Delta, Finished, FinishReason, Refusal, Refused, Request
+from orchestrator.request import Delta, Finished, FinishReason, Mode, Refusal, Refused, Request
 from protos.messages import (
     PROTOCOL,
     Grow,
@@ -172,9 +172,60 @@ def test_an_error_ends_its_sequence_only() -> None:
 def test_an_answer_to_no_step_is_counted_and_changes_nothing() -> None:
     made = core()
     (step,) = steps(submitted(made))
-    assert made.handle(TargetSaid(1.0, 0, Stepped(99, (), (), 1, 0.1))) == []
+    done = answer(made, step, Verdict(1, 3, (), 5))
+    assert told(made.handle(TargetSaid(1.0, 0, done)))
+    assert made.handle(TargetSaid(1.1, 0, done)) == []
     assert made.counters.stepped_stale == 1
-    assert told(made.handle(TargetSaid(1.1, 0, answer(made, step, Verdict(1, 3, (), 5)))))
+
+
+def test_an_answer_to_a_step_never_sent_ends_the_link() -> None:
+    made = core()
+    submitted(made)
+    commands = made.handle(TargetSaid(1.0, 0, Stepped(99, (), (), 1, 0.1)))
+    assert [type(c) for c in commands] == [DropTarget]
+
+
+def test_a_target_that_does_not_answer_its_step_is_cut_off() -> None:
+    made = core(step_timeout_s=5.0)
+    submitted(made)
+    assert made.handle(Ticked(4.0)) == []
+    assert [type(c) for c in made.handle(Ticked(5.0))] == [DropTarget]
+
+
+def test_a_message_of_the_wrong_role_ends_the_link() -> None:
+    commands = core().handle(TargetSaid(0.1, 0, Need(1, 1, 0)))
+    assert [type(c) for c in commands] == [DropTarget]
+
+
+def test_what_takes_the_target_down_each_time_is_given_up_and_its_neighbour_served() -> None:
+    made = core()
+    (step,) = steps(submitted(made, request("poison")))
+    submitted(made, request("fine"))
+    served: list[Command] = []
+    for now in range(1, 40):
+        if any(extend.seq == 1 for extend in step.extends):
+            commands = made.handle(TargetLost(float(now), 0, "killed"))
+            served += commands
+            commands = made.handle(TargetSaid(now + 0.1, 0, hello("target")))
+        else:
+            verdicts = [Verdict(e.seq, e.start + len(e.tokens), (), 5) for e in step.extends]
+            commands = made.handle(TargetSaid(now + 0.1, 0, answer(made, step, *verdicts)))
+        served += commands
+        if not steps(commands):
+            break
+        (step,) = steps(commands)
+    (ended,) = told(served, "poison")
+    assert ended.reason is FinishReason.ERROR
+    assert told(served, "fine")[-1].reason is FinishReason.LENGTH
+
+
+def test_waiting_requests_are_given_up_with_the_target() -> None:
+    made = core(max_sequences=1, recovery_s=5.0)
+    submitted(made, request("a"))
+    submitted(made, request("b"))
+    made.handle(TargetLost(1.0, 0, "gone"))
+    assert told(made.handle(Ticked(5.0)), "b") == []
+    assert told(made.handle(Ticked(6.0)), "b")[0].reason is FinishReason.UNAVAILABLE
 
 
 def with_drafter(**changes) -> tuple[Core, Step]:
@@ -243,3 +294,61 @@ def test_a_lost_targets_sequences_are_opened_anew_with_what_they_have() -> None:
     (step,) = steps(made.handle(TargetSaid(1.2, 0, hello("target"))))
     assert step.opens[0].tokens == (1, 2, 3, 5)
     assert (step.extends[0].start, step.extends[0].tokens) == (0, (1, 2, 3, 5))
+
+
+def test_a_drafter_that_goes_on_being_wrong_is_cut_off() -> None:
+    made, _ = with_drafter()
+    dropped: list[Command] = []
+    for opening in range(1, 20):
+        commands = made.handle(DrafterSaid(0.1, 0, Grow(1, opening, 99, ())))
+        dropped += [c for c in commands if isinstance(c, DropDrafter)]
+    assert dropped
+    assert made.counters.reopenings == 8
+
+
+def test_the_guesses_of_an_opening_end_with_it() -> None:
+    made, _ = with_drafter(credit=3)
+    for opening in range(1, 5):
+        guesses = tuple(Guess(i, i - 1, 10 + i, -0.1) for i in range(1, 4))
+        made.handle(DrafterSaid(0.1, 0, Grow(1, opening, 3, guesses)))
+        assert next(made.sequences).tree.size == 3
+        made.handle(DrafterSaid(0.1, 0, Grow(1, opening, 99, ())))
+        assert next(made.sequences).tree.size == 0
+
+
+def test_a_drafter_that_rests_is_not_waited_for() -> None:
+    made, step = with_drafter(patience_s=0.5)
+    commands = made.handle(TargetSaid(1.0, 0, answer(made, step, Verdict(1, 3, (), 5))))
+    assert steps(commands) == []
+    (step,) = steps(made.handle(DrafterSaid(1.1, 0, Grow(1, 1, 4, ()))))
+    assert step.extends[0].nodes == ()
+    assert made.counters.waits_in_vain == 0
+
+
+def test_a_block_larger_than_credit_is_not_waited_for_in_whole() -> None:
+    made, step = with_drafter(sync_patience_s=0.5, mode=Mode.SYNC, k=8, credit=2)
+    commands = made.handle(TargetSaid(1.0, 0, answer(made, step, Verdict(1, 3, (), 5))))
+    assert steps(commands) == []
+    guesses = (Guess(1, 0, 7, -0.1), Guess(2, 1, 8, -0.1))
+    (step,) = steps(made.handle(DrafterSaid(1.1, 0, Grow(1, 1, 4, guesses))))
+    assert len(step.extends[0].nodes) == 2
+
+
+def test_the_time_of_a_prefill_is_no_waiting_in_vain() -> None:
+    made, step = with_drafter(patience_s=0.5)
+    commands = made.handle(TargetSaid(2.0, 0, answer(made, step, Verdict(1, 3, (), 5))))
+    assert steps(commands) == [], "the drafter is waited for, however long the prefill took"
+    assert made.counters.waits_in_vain == 0
+
+
+def test_much_drafted_streams_leave_a_new_prompt_its_share() -> None:
+    made = core(max_sequences=4, step_rows=12, k=8)
+    made.handle(DrafterSaid(0.0, 0, hello("drafter")))
+    (step,) = steps(submitted(made, request("a", 3, 40)))
+    guesses = tuple(Guess(i, i - 1, 7, -0.1) for i in range(1, 30))
+    made.handle(DrafterSaid(0.1, 0, Grow(1, 1, 3, guesses)))
+    new = Request("b", tuple(range(1, 21)), 10, prefix_cache=False)
+    submitted(made, new, now=0.2)
+    (step,) = steps(made.handle(TargetSaid(0.3, 0, answer(made, step, Verdict(1, 3, (), 7)))))
+    rows = {e.seq: len(e.tokens) + len(e.nodes) for e in step.extends}
+    assert rows == {1: 9, 2: 3}
