@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -39,11 +40,15 @@ def _one_thread():
 
 
 @asynccontextmanager
-async def serving(target: Path, drafter: Path, dtype: str, **core) -> AsyncIterator[Runtime]:
+async def serving(
+    target: Path, drafter: Path, dtype: str, num_pages: int = 512, **core
+) -> AsyncIterator[Runtime]:
     """A runtime over both engines in process."""
     slots = 8192
-    target_config = TargetConfig(str(target), dtype=dtype, num_pages=slots // 16, max_context=1024)
-    drafter_config = DrafterConfig(str(drafter), dtype=dtype, num_slots=slots, max_context=1024)
+    target_config = TargetConfig(str(target), dtype=dtype, num_pages=num_pages, max_context=1024)
+    drafter_config = DrafterConfig(
+        str(drafter), dtype=dtype, exact=True, num_slots=slots, max_context=1024
+    )
     limits = LinkLimits()
     ports = [
         LocalPort(
@@ -104,6 +109,57 @@ async def test_every_mode_and_k_gives_the_same_tokens(tmp_path, dtype, drafter_s
             assert account.held == ()
             assert account.free_pages + account.cached_pages == account.total_pages
     assert accepted > 20 or drafter_seed != 1, "guesses must be at stake"
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+async def test_no_guess_of_the_target_itself_is_rejected(tmp_path, dtype, sampling) -> None:
+    """Each K alone, so that every block is waited for and verified whole."""
+    model = make_tiny_llama(tmp_path / "target", 1)
+    async with serving(model, model, dtype, lookup=False) as runtime:
+        for k in KS:
+            asked = Request(f"{k}", tuple(range(20, 60)), 40, sampling, mode=Mode.SYNC, k=k)
+            _, finished = await generate(runtime, asked)
+            assert finished.stats.accepted == finished.stats.drafted >= 15, k
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+async def test_a_repeated_word_is_continued_alike_with_and_without_lookup(tmp_path, dtype) -> None:
+    """B001: greedy text does not change when lookup is switched on, whatever K, at any time."""
+    model = make_tiny_llama(tmp_path / "target", 1)
+    stranger = make_tiny_llama(tmp_path / "drafter", 2)
+    async with serving(model, stranger, dtype) as runtime:
+        prompt = (77,) * 60
+        plain, _ = await generate(runtime, Request("plain", prompt, 64, mode=Mode.OFF))
+        for k in KS:
+            repeats = [Request(f"{k} {i}", prompt, 64, mode=Mode.ASYNC, k=k) for i in range(20)]
+            answers = await asyncio.gather(*(generate(runtime, each) for each in repeats))
+            assert all(tokens == plain for tokens, _ in answers)
+            assert sum(finished.stats.drafted for _, finished in answers) > 0
+        assert runtime.core.counters.looked_up > 0
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+async def test_shared_pages_and_pauses_change_no_token(tmp_path, dtype) -> None:
+    target = make_tiny_llama(tmp_path / "target", 1)
+    drafter = make_tiny_llama(tmp_path / "drafter", 2)
+    head = tuple(range(20, 60))
+    asked = [
+        Request(f"{i}", (*head, i, i), 40, sampling, prefix_cache=False, mode=Mode.OFF)
+        for i, sampling in enumerate((GREEDY, SEEDED, GREEDY, SEEDED))
+    ]
+    async with serving(target, drafter, dtype) as runtime:
+        alone = [await generate(runtime, each) for each in asked]
+    async with serving(target, drafter, dtype, num_pages=12) as runtime:
+        await generate(runtime, Request("first", head, 1))
+        shared = [replace(each, prefix_cache=True, mode=None) for each in asked]
+        answers = await asyncio.gather(*(generate(runtime, each) for each in shared))
+        assert runtime.core.counters.preemptions > 0
+        for account in (await runtime.audit()).values():
+            assert account.free_pages + account.cached_pages == account.total_pages
+    assert [tokens for tokens, _ in answers] == [tokens for tokens, _ in alone]
+    assert [finished.stats.cached for _, finished in answers] == [32] * 4
+    assert [finished.stats.cached for _, finished in alone] == [0] * 4
 
 
 @pytest.mark.model

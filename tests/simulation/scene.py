@@ -7,7 +7,7 @@ from drafter_workers.config import GrowthConfig
 from orchestrator.config import CoreConfig
 from orchestrator.core import Core
 from orchestrator.k_policy import FixedK, KPolicy
-from orchestrator.request import Finished, FinishReason, Mode, Request
+from orchestrator.request import Finished, FinishReason, Mode, Request, Stopper
 from protos.messages import GREEDY, Sampling
 from tests.faults import Plan, calm
 from tests.script_drafter import CHAINS, SLOTS, Guesser, TokenProposer, script_drafter
@@ -108,12 +108,13 @@ def scene(
     seed: int = 0,
     target: Shape = TARGET,
     plan: Plan = calm,
+    stopper: Callable[[Request], Stopper] = IdStopper,
     **changes,
 ) -> Scene:
     """A world with a target; `changes` go over the configuration."""
     lm = ScriptLM(seed=seed)
     config = replace(config, **changes)
-    world = World(config, IdStopper, policy)
+    world = World(config, stopper, policy)
     world.add_target(script_target(lm, target), step_s, plan)
     return Scene(world, lm)
 

@@ -9,6 +9,7 @@ from orchestrator.events import ToDrafterWorker
 from orchestrator.k_policy import FixedK, ScriptedK
 from orchestrator.request import Finished, FinishReason, Mode
 from protos.messages import Grow, Sampling
+from services.text import TextStream, TokenStopper
 from tests.faults import Fate, scripted, seeded
 from tests.script_drafter import honest, pattern, perfect, worst
 from tests.simulation.scene import BOTH, MODES, SEEDED, STEP_S, request, scene, step_s
@@ -343,6 +344,34 @@ def test_an_end_token_at_any_place_of_a_block_ends_the_sequence_there(place) -> 
     last = stage.world.rounds[-1]
     assert last.frontier - 3 == at
     assert last.accepted == min(place + 1, 5), "nothing after the stop is counted"
+    stage.check_nothing_left()
+
+
+PIECES = [bytes([97 + token % 26, 65 + token // 26]) for token in range(32)]
+
+
+def text_stopper(asked) -> TokenStopper:
+    """The edge's own stopper, over tokens of two letters each."""
+    return TokenStopper(frozenset(), TextStream(PIECES, asked.stop_strings))
+
+
+@pytest.mark.parametrize("end", range(40, 58))
+@pytest.mark.parametrize("tokens", [1, 2, 4])
+@pytest.mark.parametrize("k", [4, 16])
+def test_a_stop_string_ends_the_sequence_at_the_token_that_completes_it(end, tokens, k) -> None:
+    """B021, B022: at every place of a block, over two blocks, and at the start of a long one."""
+    stage = scene(k=k, stopper=text_stopper)
+    stage.add_drafter(perfect)
+    plain = stage.reference(request("x", max_tokens=100))
+    text = b"".join(PIECES[token] for token in plain)
+    # From the middle of one token to the middle of another.
+    stop = text[2 * (end - tokens) + 1 : 2 * end + 1].decode()
+    first = text.decode().index(stop) + len(stop)
+    stage.world.submit(request("a", max_tokens=100, stop_strings=(stop,)))
+    stage.world.run()
+    served = stage.world.served["a"]
+    assert served.tokens == plain[: -(-first // 2)]
+    assert served.last.reason is FinishReason.STOP
     stage.check_nothing_left()
 
 

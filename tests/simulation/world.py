@@ -7,6 +7,7 @@ import heapq
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from orchestrator.config import CoreConfig
 from orchestrator.core import Core
@@ -102,6 +103,7 @@ class World:
         self.rounds: list[Round] = []
         self.log: list[tuple[Event, list[Command]]] = []
         self.steps: list[Step] = []
+        self.engines: dict[str, Any] = {}
         self.audits: dict[str, AuditReply] = {}
         self.proposed: set[tuple[int, tuple[int, ...]]] = set()
         self._told_drafter: dict[tuple[int, int, int], list[int]] = {}
@@ -123,6 +125,7 @@ class World:
             lambda m: self._heard(f"target {index}", m, TargetSaid(self.clock.now(), index, m)),
             lambda cause: self.dispatch(TargetLost(self.clock.now(), index, cause)),
         )
+        self.engines[f"target {index}"] = engine
         link = VirtualLink(engine, self.clock, peer, Weather(plan, duration))
         self.targets.append(link)
         link.connect()
@@ -139,6 +142,7 @@ class World:
 
         peer = Peer(heard, lambda cause: self.dispatch(DrafterLost(self.clock.now(), index, cause)))
         weather = Weather(plan, lambda message, answers: forward_s if message is None else 0.0)
+        self.engines[f"drafter {index}"] = engine
         link = VirtualLink(engine, self.clock, peer, weather)
         self.drafters.append(link)
         link.connect()
@@ -207,6 +211,7 @@ class World:
                 self.clock.call_at(at, lambda: self.dispatch(Ticked(self.clock.now())))
             case Round():
                 self.rounds.append(command)
+                self._check_histories(command.seq)
             case DropTarget(_, cause) | DropDrafter(_, cause):
                 raise AssertionError(f"a link was dropped: {cause}")
 
@@ -236,6 +241,19 @@ class World:
             if parent is not None:
                 self._paths[(*key, guess.id)] = (*parent, guess.token)
                 self.proposed.add((grow.seq, (*parent, guess.token)))
+
+    def _check_histories(self, seq_id: int) -> None:
+        """B006: after a commit the target has the same tokens, and drafters a prefix of them."""
+        seq = next((s for s in self.core.sequences if s.seq == seq_id), None)
+        if seq is None:
+            return  # it has just ended
+        held = self.engines[f"target {seq.target}"]._sequences.get(seq_id)
+        if held is not None:
+            assert held.tokens == seq.tokens, "target and orchestrator hold different histories"
+        for index in range(len(self.drafters)):
+            drafted = self.engines[f"drafter {index}"]._sequences.get(seq_id)
+            if drafted is not None:
+                assert drafted.tokens == seq.tokens[: len(drafted.tokens)]
 
     def _check_step(self, step: Step) -> None:
         self.steps.append(step)
