@@ -165,15 +165,14 @@ class TargetDesk:
 
     def _start(self, index: int, runnable: list[Sequence]) -> None:
         target, ledger = self.targets[index], self.capacity.ledgers[index]
-        missing = self._make_room(ledger, runnable)
+        self._make_room(ledger, runnable)
         held = sum(seq.pages for seq in runnable)
         rows = min(self._config.step_rows, target.hello.max_rows)
+        # Who needs a page that the closes may or may not free waits for their answer.
         budget = Budget(rows, ledger.surely_free(held), ledger.page_size)
-        picks: list[Pick] = []
-        # If it takes pages that the closes may or may not free, their answer comes first.
-        if missing <= budget.pages:
-            chosen = _suspects_alone(runnable)
-            picks = scheduler.plan(chosen, budget, self.wanted, self._config.shape)
+        picks = self._plan(_suspects_alone(runnable), budget)
+        if not picks and not target.closes:  # the others have the pages, for guesses of old
+            picks = self._plan(runnable, budget)
         assert picks or target.closes, "a sequence that has the target to itself fits"
         opens = tuple(self._opening(pick.seq) for pick in picks if not pick.seq.opened)
         tables = [ledger.pages(pick.end + len(pick.nodes)) for pick in picks]
@@ -183,8 +182,11 @@ class TargetDesk:
         cores = self._config.cores_shared if drafted else self._config.cores_alone
         self._send(index, opens, extends, cores)
 
-    def _make_room(self, ledger: Ledger, runnable: list[Sequence]) -> int:
-        """Pause the youngest until the committed rows of the others fit; the pages these lack.
+    def _plan(self, runnable: list[Sequence], budget: Budget) -> list[Pick]:
+        return scheduler.plan(runnable, budget, self.wanted, self._config.shape)
+
+    def _make_room(self, ledger: Ledger, runnable: list[Sequence]) -> None:
+        """Pause the youngest until the committed rows of the others fit.
 
         `runnable` are all that run on the target, the oldest first; the oldest always stays.
         """
@@ -193,7 +195,6 @@ class TargetDesk:
             youngest = runnable.pop()
             missing -= ledger.pages(youngest.frontier) - youngest.pages
             self._pause(youngest)
-        return missing
 
     def _pause(self, seq: Sequence) -> None:
         """Take a sequence off its target; it keeps what it has committed and guessed."""

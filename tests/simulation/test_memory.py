@@ -11,7 +11,7 @@ import pytest
 from drafter_workers.config import GrowthConfig
 from orchestrator.k_policy import ScriptedK
 from orchestrator.request import Finished, FinishReason, Mode, Refusal, Refused, Request
-from protos.messages import Sampling
+from protos.messages import Sampling, StepClose
 from tests.faults import calm, seeded
 from tests.script_drafter import honest, perfect, worst
 from tests.script_lm import Shape
@@ -157,6 +157,15 @@ def test_the_paused_go_on_before_anyone_new() -> None:
     assert waited > 10
 
 
+def pauses(stage: Scene) -> list[StepClose]:
+    """The closes of sequences that are opened again."""
+    found, later = [], set()
+    for step in reversed(stage.world.steps):
+        found += [close for close in step.closes if close.seq in later]
+        later |= {opened.seq for opened in step.opens}
+    return found
+
+
 def test_a_paused_sequence_keeps_its_drafter_and_its_guesses() -> None:
     """Case B057: a resumed request is accepted as if it had never been paused."""
     small, large = (scene(target=pool(tokens), k=4) for tokens in (120, 1000))
@@ -165,6 +174,7 @@ def test_a_paused_sequence_keeps_its_drafter_and_its_guesses() -> None:
         serve(stage, *(request(str(i), [i] * 20, 70) for i in range(3)))
     assert small.world.core.counters.preemptions > 0
     assert small.world.core.counters.openings == 3
+    assert any(close.keep for close in pauses(small)), "what was accepted last is kept too"
     stats = [s.world.served["2"].last.stats for s in (small, large)]
     assert stats[0].accepted == stats[0].drafted
     assert stats[0].rounds <= stats[1].rounds + 2 * small.world.core.counters.preemptions
@@ -173,10 +183,10 @@ def test_a_paused_sequence_keeps_its_drafter_and_its_guesses() -> None:
 def test_a_paused_sequence_finds_most_of_what_it_had() -> None:
     stage = scene(target=pool(120), k=0)
     asked = [request(str(i), [i] * 30, 50) for i in range(2)]
-    serve(stage, *asked)
-    again = [o for step in stage.world.steps for o in step.opens][2:]
-    assert stage.world.core.counters.preemptions == len(again) > 0
+    ends = serve(stage, *asked)
+    assert stage.world.core.counters.preemptions == len(pauses(stage)) > 0
     assert stage.world.core.counters.cached_tokens > 0
+    assert [end.stats.cached for end in ends] == [0, 0], "what it found again was its own"
 
 
 def test_a_request_that_can_never_fit_is_refused_and_one_that_just_fits_is_served() -> None:

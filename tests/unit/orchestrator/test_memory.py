@@ -3,9 +3,16 @@
 import pytest
 
 from orchestrator.core import Core
-from orchestrator.events import Cancelled, DropTarget, Submitted, TargetLost, TargetSaid
+from orchestrator.events import (
+    Cancelled,
+    DrafterSaid,
+    DropTarget,
+    Submitted,
+    TargetLost,
+    TargetSaid,
+)
 from orchestrator.request import Delta, FinishReason, Refusal, Request
-from protos.messages import Step, StepClose, Stepped, Verdict
+from protos.messages import Grow, Guess, Step, StepClose, Stepped, Verdict
 from tests.unit.orchestrator.test_core import answer, core, hello, steps, submitted, told
 
 
@@ -136,7 +143,7 @@ def run(made: Core, step: Step, times: int) -> Step:
 def test_the_youngest_pauses_when_pages_run_out_and_goes_on_when_there_are_some() -> None:
     made, step = squeezed()
     step = run(made, step, 5)
-    assert [e.seq for e in step.extends] == [1, 2]
+    assert sorted(e.seq for e in step.extends) == [1, 2]
     # Nine rows and eight fit; the ninth row of the young one does not.
     step = run(made, step, 1)
     assert step.closes == (StepClose(2),)
@@ -164,6 +171,22 @@ def test_a_new_request_waits_behind_the_paused_ones() -> None:
     run(made, step, 6)
     assert submitted(made, asked("new", 1, 1)) == []
     assert made.waiting == 1
+
+
+def test_old_guesses_of_others_do_not_stop_a_sequence_that_is_to_run_alone() -> None:
+    made = core(num_pages=3, k=0)
+    made.handle(DrafterSaid(0.0, 0, hello("drafter")))
+    (step,) = steps(submitted(made, Request("a", (1, 2, 3), 9, k=7)))
+    submitted(made, Request("b", (1,), 3))
+    guesses = (Guess(1, 0, 5, -0.1), *(Guess(i, i - 1, 9, -0.1) for i in range(2, 9)))
+    made.handle(DrafterSaid(0.1, 0, Grow(1, 1, 3, guesses)))
+    (step,) = steps(made.handle(TargetSaid(0.2, 0, answer(made, step, Verdict(1, 3, (), 5)))))
+    assert sorted(e.seq for e in step.extends) == [1, 2]
+    made.handle(TargetLost(0.3, 0, "either may have been the cause"))
+    (step,) = steps(made.handle(TargetSaid(0.4, 0, hello("target", num_pages=3))))
+    assert [(e.seq, len(e.nodes)) for e in step.extends] == [(1, 7)], "all three pages"
+    (step,) = steps(made.handle(TargetSaid(0.5, 0, answer(made, step, Verdict(1, 4, (), 8)))))
+    assert sorted(e.seq for e in step.extends) == [1, 2]
 
 
 def test_what_no_longer_fits_a_target_that_came_back_smaller_ends() -> None:

@@ -13,7 +13,9 @@ from services.replies import Answer, finished, prompt_hash, started
 from services.translate import Served
 from tests.unit.services.tiny_folder import id_of
 
-STATS = Stats(rounds=4, drafted=10, accepted=6, hits=3, histogram=(1, 1, 1, 1), wait_s=0.5)
+STATS = Stats(
+    rounds=4, drafted=10, accepted=6, hits=3, histogram=(1, 1, 1, 1), wait_s=0.5, cached=1
+)
 
 
 def letters(served: Served, text: str) -> tuple[int, ...]:
@@ -77,7 +79,9 @@ def test_only_new_tokens_are_charged_for(served: Served) -> None:
     events = answer.events(Delta(letters(served, "cde")))
     events += answer.events(Finished(FinishReason.STOP, STATS))
     assert events[1].delta.text == "cde"
-    assert events[-1].finished.usage == pb.Usage(prompt_tokens=2, completion_tokens=3)
+    assert events[-1].finished.usage == pb.Usage(
+        prompt_tokens=2, completion_tokens=3, cached_tokens=1
+    )
 
 
 def test_figures_are_ratios_of_sums(served: Served) -> None:

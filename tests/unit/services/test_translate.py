@@ -55,6 +55,7 @@ def test_everything_set_is_taken_over(served: Served) -> None:
         ),
         resumed_tokens=[30, 31],
         speculation=pb.Speculation(mode=pb.SPECULATION_MODE_SYNC, k=5),
+        prefix_cache=pb.PrefixCache(cache_salt="mine alone", bypass=True),
     )
     assert translated(served, full) == Request(
         request_id="mine",
@@ -66,6 +67,8 @@ def test_everything_set_is_taken_over(served: Served) -> None:
         resumed=(30, 31),
         mode=Mode.SYNC,
         k=5,
+        cache_salt="mine alone",
+        prefix_cache=False,
     )
 
 
@@ -109,6 +112,7 @@ def test_odd_but_real_text_is_a_prompt(served: Served, text: str) -> None:
         (message(stopping=pb.Stopping(stop_token_ids=[5] * 257)), "stopping.stop_token_ids"),
         (message(speculation=pb.Speculation(k=0)), "speculation.k"),
         (message(speculation=pb.Speculation(k=65)), "speculation.k"),
+        (message(prefix_cache=pb.PrefixCache(cache_salt="x" * 257)), "prefix_cache.cache_salt"),
         (message(speculation=pb.Speculation(mode=9)), "speculation.mode"),  # type: ignore[arg-type]
     ],
 )
@@ -234,8 +238,8 @@ def test_an_ended_sequence_is_not_resumed(served: Served) -> None:
     assert refusal(served, stopped).field == "resumed_tokens[3]"
 
 
-# How each optional or repeated field of Sampling, Stopping and Speculation is served: not at all,
-# or with a change of the Request. A new field fails here until it is one or the other.
+# How each field of a request's parts is served: not at all, or with a change of the Request. A new
+# field fails here until it is one or the other.
 SERVED_FIELDS: dict[str, dict[str, object]] = {
     "sampling": {"temperature": 0.5, "seed": 3},
     "stopping": {
@@ -246,16 +250,18 @@ SERVED_FIELDS: dict[str, dict[str, object]] = {
         "include_stop_str_in_output": True,
     },
     "speculation": {"mode": pb.SPECULATION_MODE_OFF, "k": 3},
+    "prefix_cache": {"cache_salt": "x", "bypass": True},
 }
 SHOWN_IN_TEXT_ONLY = {"stopping.include_stop_str_in_output"}
 
 
 def fields() -> list[tuple[str, str, bool]]:
-    """Part, name and whether it is a list, of every field of the three messages."""
+    """Part, name and whether it is a list, of every field of the four messages."""
     parts = {
         "sampling": pb.Sampling.DESCRIPTOR,
         "stopping": pb.Stopping.DESCRIPTOR,
         "speculation": pb.Speculation.DESCRIPTOR,
+        "prefix_cache": pb.PrefixCache.DESCRIPTOR,
     }
     return [
         (part, field.name, field.is_repeated)
@@ -302,6 +308,7 @@ def test_neutral_values_of_later_fields_are_taken(served: Served) -> None:
         (lambda request, more: request.sampling.MergeFromString(more), "sampling"),
         (lambda request, more: request.stopping.MergeFromString(more), "stopping"),
         (lambda request, more: request.speculation.MergeFromString(more), "speculation"),
+        (lambda request, more: request.prefix_cache.MergeFromString(more), "prefix_cache"),
         (lambda request, more: request.token_ids.MergeFromString(more), "token_ids"),
     ],
 )
