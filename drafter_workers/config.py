@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-DTYPES = ("bf16", "fp16", "fp32", "fp64")
+from target_workers.model.config import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class DrafterConfig:
     growth: GrowthConfig = GrowthConfig()
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"drafter.dtype is {self.dtype!r}: it must be one of {DTYPES}")
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"drafter.dtype is {self.dtype!r}: it must be one of {[*DTYPE_BYTES]}")
         if self.rank not in ("argmax", "noise"):
             raise ValueError(f"drafter.rank is {self.rank!r}: it must be 'argmax' or 'noise'")
         if min(self.num_slots, self.max_rows, self.max_context) < 1 or self.vocab_size < 0:

@@ -7,11 +7,11 @@ is taken; nothing here waits.
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from drafter_workers.config import GrowthConfig
-from drafter_workers.growth import Growth, Option
+from drafter_workers.growth import Growth
 from drafter_workers.proposer import Expand, Proposer
+from drafter_workers.survey import Drafted, Pick, choose, survey
 from protos.draft_tree import DraftTree
 from protos.messages import (
     Advance,
@@ -26,34 +26,8 @@ from protos.messages import (
     Need,
     Open,
     Report,
-    Sampling,
 )
 from protos.worker import ProtocolError
-
-
-@dataclass(slots=True)
-class _Drafted:
-    """One opening of a sequence; not `proposing` if the proposer cannot draft it."""
-
-    seq: int
-    opening: int
-    tokens: list[int]
-    sampling: Sampling
-    growth: Growth
-    proposing: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _Pick:
-    """A leaf that may be expanded by the next forward."""
-
-    drafted: _Drafted
-    leaf: Option
-
-    @property
-    def rank(self) -> tuple[float, int]:
-        """Most likely first; among equals the one next to its root, so that none starves."""
-        return -self.leaf.reach, self.leaf.depth
 
 
 class DraftEngine:
@@ -70,7 +44,7 @@ class DraftEngine:
         self._proposer = proposer
         self._config = config
         self._clock = clock
-        self._sequences: dict[int, _Drafted] = {}
+        self._sequences: dict[int, Drafted] = {}
         self._counts: Tally[str] = Tally()
         self._fed_last = False
         self._window_s = 0.0
@@ -106,16 +80,22 @@ class DraftEngine:
         raise ProtocolError(f"a drafter takes no {type(message).__name__}")
 
     def work(self) -> list[Message] | None:
-        """One forward: a piece of catching up, or growth; by turns if both are due."""
-        behind, picks = self._survey()
-        picks = self._choose(picks)
-        if behind and not (picks and self._fed_last):
-            self._feed(min(behind, key=lambda drafted: self._proposer.pending(drafted.seq)))
+        """One forward: a piece of catching up, or growth; by turns if both are due.
+
+        Before it, whatever will get nothing is named, so that nobody waits for it.
+        """
+        found = survey(self._sequences.values(), self._proposer, self._config)
+        stuck = [(drafted, cause) for drafted, cause in found.stuck if not drafted.resigned]
+        if stuck:
+            return [self._resign(drafted, cause) for drafted, cause in stuck]
+        picks = choose(found.picks, self._proposer, self._config.batch)
+        if found.behind and not (picks and self._fed_last):
+            self._feed(min(found.behind, key=lambda drafted: self._proposer.pending(drafted.seq)))
             return []
         self._fed_last = False
         return self._grow(picks) if picks else None
 
-    def _known(self, seq: int, opening: int) -> _Drafted | None:
+    def _known(self, seq: int, opening: int) -> Drafted | None:
         """The sequence, if this is its opening now; a message of another one is of the past."""
         drafted = self._sequences.get(seq)
         if drafted is None or drafted.opening != opening:
@@ -132,12 +112,12 @@ class DraftEngine:
             self._stop(known)
         tokens = list(message.tokens)
         growth = self._new_growth(len(tokens), message.credit, next_id=1)
-        drafted = _Drafted(message.seq, message.opening, tokens, message.sampling, growth)
+        drafted = Drafted(message.seq, message.opening, tokens, message.sampling, growth)
         self._sequences[message.seq] = drafted
         self._counts.update(["openings"])
         self._start(drafted)
 
-    def _advance(self, drafted: _Drafted, message: Advance) -> list[Message]:
+    def _advance(self, drafted: Drafted, message: Advance) -> list[Message]:
         have = len(drafted.tokens)
         if message.start < 0:
             raise ProtocolError(f"an Advance from position {message.start}")
@@ -150,10 +130,11 @@ class DraftEngine:
             self._forget(drafted)
             return [Need(message.seq, message.opening, 0)]
         drafted.growth.credit = message.credit
+        drafted.resigned = False
         self._commit(drafted, message.tokens[len(overlap) :])
         return self._send(drafted)
 
-    def _commit(self, drafted: _Drafted, tokens: Sequence[int]) -> None:
+    def _commit(self, drafted: Drafted, tokens: Sequence[int]) -> None:
         if not tokens:
             return
         fresh = not drafted.tokens
@@ -166,18 +147,18 @@ class DraftEngine:
         else:
             self._stop(drafted)
 
-    def _forget(self, drafted: _Drafted) -> None:
+    def _forget(self, drafted: Drafted) -> None:
         """Drop all that was committed; ids go on, since the other end has seen them."""
         self._stop(drafted)
         drafted.tokens.clear()
         drafted.growth = self._new_growth(0, drafted.growth.credit, next_id=drafted.growth.next_id)
 
-    def _start(self, drafted: _Drafted) -> None:
+    def _start(self, drafted: Drafted) -> None:
         if drafted.tokens and self._can_draft(len(drafted.tokens), drafted.tokens):
             self._proposer.open(drafted.seq, drafted.tokens, drafted.sampling)
             drafted.proposing = True
 
-    def _stop(self, drafted: _Drafted) -> None:
+    def _stop(self, drafted: Drafted) -> None:
         if drafted.proposing:
             self._proposer.close(drafted.seq)
             drafted.proposing = False
@@ -195,49 +176,18 @@ class DraftEngine:
     def _new_growth(self, frontier: int, credit: int, next_id: int) -> Growth:
         return Growth(frontier, credit, self._config, self._proposer.max_context, next_id)
 
-    def _survey(self) -> tuple[list[_Drafted], list[_Pick]]:
-        """Sequences too far behind to grow, and all leaves of the others."""
-        behind: list[_Drafted] = []
-        picks: list[_Pick] = []
-        for drafted in self._sequences.values():
-            if not drafted.proposing:
-                continue
-            found = [_Pick(drafted, leaf) for leaf in drafted.growth.leaves()]
-            pending = self._proposer.pending(drafted.seq)
-            if pending < self._config.feed_rows:
-                picks.extend(found)
-            elif found and self._fits(pending + 1):
-                behind.append(drafted)
-        return behind, picks
+    def _resign(self, drafted: Drafted, cause: str) -> Grow:
+        drafted.resigned = True
+        self._counts.update([cause])
+        return Grow(drafted.seq, drafted.opening, len(drafted.tokens), ())
 
-    def _choose(self, picks: list[_Pick]) -> list[_Pick]:
-        """The most likely leaves that fit into one forward and into the cache."""
-        chosen: list[_Pick] = []
-        used = 0
-        for pick in sorted(picks, key=lambda pick: pick.rank):
-            if len(chosen) == self._config.batch:
-                break
-            rows = 1
-            if pick.leaf.node is None:
-                rows += self._proposer.pending(pick.drafted.seq)
-            if used + rows <= self._proposer.max_rows and self._fits(used + rows):
-                chosen.append(pick)
-                used += rows
-        return chosen
-
-    def _fits(self, rows: int) -> bool:
-        fits = rows <= self._proposer.slots()[1]
-        if not fits:
-            self._counts.update(["no_slots"])
-        return fits
-
-    def _feed(self, drafted: _Drafted) -> None:
+    def _feed(self, drafted: Drafted) -> None:
         self._fed_last = True
         rows = min(self._config.feed_rows, self._proposer.pending(drafted.seq))
         self._proposer.feed(drafted.seq, rows)
         self._counts.update(fed_rows=rows)
 
-    def _grow(self, picks: list[_Pick]) -> list[Message]:
+    def _grow(self, picks: list[Pick]) -> list[Message]:
         """Expand leaves in one forward; one Grow for each sequence that got nodes."""
         batch = []
         for pick in picks:
@@ -253,7 +203,7 @@ class DraftEngine:
         messages = [message for drafted in grown.values() for message in self._send(drafted)]
         return messages + self._report()
 
-    def _send(self, drafted: _Drafted) -> list[Message]:
+    def _send(self, drafted: Drafted) -> list[Message]:
         """The candidates that are due, as nodes."""
         guesses = drafted.growth.send() if drafted.proposing else ()
         if not guesses:

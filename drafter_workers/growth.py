@@ -46,6 +46,11 @@ class Growth:
         self._leaves: dict[Node | None, None] = {None: None}
         self._held: dict[tuple[Node | None, int], Candidate] = {}
 
+    @property
+    def has_room(self) -> bool:
+        """True while fewer nodes live than the credit allows."""
+        return self.tree.size < self.credit
+
     def path(self, node: Node | None) -> tuple[int, ...]:
         """The ids from the root's child down to the node."""
         ids: list[int] = []

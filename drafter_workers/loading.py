@@ -11,13 +11,14 @@ from target_workers.model.loading import model_hash
 def load_drafter(config: DrafterConfig, *, vocab_hash: str, incarnation: int) -> DraftEngine:
     """Load a drafter's weights into an engine. Raises ModelError and ExactModeError."""
     proposer = METHODS[config.method](config)
+    own = ModelConfig.from_folder(config.path).vocab_size
     hello = Hello(
         PROTOCOL,
         "drafter",
         incarnation,
         model_hash(config.path),
         vocab_hash,
-        config.vocab_size or ModelConfig.from_folder(config.path).vocab_size,
+        min(config.vocab_size or own, own),
         proposer.max_context,
         page_size=1,
         num_pages=config.num_slots,

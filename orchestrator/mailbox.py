@@ -14,7 +14,9 @@ class Mailbox:
         self._filled = asyncio.Event()
 
     def put(self, update: Update) -> None:
-        """Add an update; after one that is not a Delta nothing more comes."""
+        """Add an update; after one that is not a Delta, what comes is dropped."""
+        if self._last is not None:
+            return
         if isinstance(update, Delta):
             self._tokens.extend(update.tokens)
         else:

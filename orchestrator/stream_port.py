@@ -3,14 +3,14 @@
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 
 import grpc
 
 from orchestrator.ports import WorkerLost
 from protos.codec import DecodeError
 from protos.engine_thread import LinkLimits
-from protos.frames import LinkEnded, Outbox, check_hello, pack, unpack
+from protos.frames import LinkEnded, Outbox, check_hello, unpack
 from protos.messages import Message
 from protos.session import METHOD, SECRET_KEY, SERVICE, keepalive
 
@@ -78,16 +78,9 @@ class _Stream:
             raise LinkEnded(self.outbox.cause) from None
 
     async def _write(self) -> None:
-        try:
-            while True:
-                for payload in pack(await self.outbox.take()):
-                    await self._call.write(payload)
-        except grpc.aio.AioRpcError:
-            return  # The reader hears the same status.
-        except ValueError as error:
-            self.outbox.close(f"a message cannot be sent: {error}")
-        except LinkEnded:
-            pass
+        # The reader hears the same status.
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self.outbox.pump(self._call.write)
         self._call.cancel()
 
 

@@ -6,7 +6,8 @@ A payload is any number of frames, each after its length in four bytes: what wai
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 
 from protos.codec import MAX_FRAME_BYTES, DecodeError, decode, encode
 from protos.messages import PROTOCOL, Hello, Message
@@ -65,7 +66,7 @@ def check_hello(first: Message) -> None:
 class Outbox:
     """A bounded queue of messages, filled from any thread and emptied by one task.
 
-    A full queue closes itself; `cause` says why it is closed.
+    A full queue closes itself; `cause` says why it is closed. A closed queue holds nothing.
     """
 
     def __init__(self, limit: int) -> None:
@@ -73,20 +74,25 @@ class Outbox:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._filled = asyncio.Event()
+        self._over = asyncio.Event()
         self._waiting: deque[Message] = deque()
         self.cause = ""
 
     def put(self, batch: Iterable[Message]) -> None:
-        """Queue messages without waiting."""
+        """Queue messages without waiting; once closed they are dropped."""
+        if self.cause:
+            return
         self._waiting.extend(batch)
         if len(self._waiting) > self._limit:
             self.close(f"outgoing queue full: more than {self._limit} messages wait")
-        self._notify()
+        self._notify(self._filled)
 
     def close(self, cause: str) -> None:
         """End the queue; the first cause stays."""
         self.cause = self.cause or cause
-        self._notify()
+        self._waiting.clear()
+        self._notify(self._filled)
+        self._notify(self._over)
 
     async def take(self) -> list[Message]:
         """All that waits, at least one message. Raises LinkEnded once closed."""
@@ -97,11 +103,42 @@ class Outbox:
             if self.cause:
                 self._filled.set()
                 raise LinkEnded(self.cause)
-            if batch := [self._waiting.popleft() for _ in range(len(self._waiting))]:
+            batch: list[Message] = []
+            with suppress(IndexError):  # It may be cleared meanwhile.
+                while True:
+                    batch.append(self._waiting.popleft())
+            if batch:
                 return batch
 
-    def _notify(self) -> None:
+    async def pump(self, write: Callable[[bytes], Awaitable[object]]) -> str:
+        """Write all that is put until the queue is closed, even while a write waits; the cause.
+
+        Raises what `write` raises.
+        """
+        writing = asyncio.create_task(self._write(write))
+        over = asyncio.create_task(self._over.wait())
+        try:
+            await asyncio.wait({writing, over}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+        finally:
+            writing.cancel()
+            over.cancel()
+            await asyncio.gather(writing, over, return_exceptions=True)
+        return self.cause
+
+    async def _write(self, write: Callable[[bytes], Awaitable[object]]) -> None:
+        try:
+            while True:
+                for payload in pack(await self.take()):
+                    await write(payload)
+        except ValueError as error:
+            self.close(f"a message cannot be sent: {error}")
+        except LinkEnded:
+            return
+
+    def _notify(self, event: asyncio.Event) -> None:
         if threading.get_ident() == self._thread:
-            self._filled.set()
-        elif not self._filled.is_set():
-            self._loop.call_soon_threadsafe(self._filled.set)
+            event.set()
+        elif not event.is_set():
+            self._loop.call_soon_threadsafe(event.set)

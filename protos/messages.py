@@ -92,7 +92,11 @@ class Guess:
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """New nodes of a draft tree, grown while the drafter's frontier was `frontier`."""
+    """New nodes of a draft tree, grown while the drafter's frontier was `frontier`.
+
+    Without nodes: though there is credit, nothing more is to be expected at this `frontier` before
+    the next Advance (context, vocabulary, memory, or nothing likely enough). Said once per Advance.
+    """
 
     seq: int
     opening: int

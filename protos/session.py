@@ -10,7 +10,7 @@ import grpc
 
 from protos.codec import DecodeError
 from protos.engine_thread import EngineThread, Link, LinkLimits
-from protos.frames import MAX_PAYLOAD_BYTES, LinkEnded, Outbox, pack, unpack
+from protos.frames import MAX_PAYLOAD_BYTES, Outbox, unpack
 
 SERVICE = "paceline.internal.Worker"
 METHOD = "Session"
@@ -68,13 +68,7 @@ class SessionServer:
         link = self._engine.connect(outbox.put, outbox.close)
         reading = asyncio.create_task(_read(context, link))
         try:
-            while True:
-                for payload in pack(await outbox.take()):
-                    await context.write(payload)
-        except LinkEnded as error:
-            cause = str(error)
-        except ValueError as error:
-            cause = f"an answer cannot be sent: {error}"
+            cause = await outbox.pump(context.write)
         finally:
             link.end("the stream is gone")
             reading.cancel()

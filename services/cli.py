@@ -2,7 +2,9 @@
 
 import asyncio
 import json
+import signal
 import sys
+from collections.abc import Callable
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated
@@ -13,13 +15,14 @@ from google.protobuf.json_format import MessageToDict
 from protos.paceline.v1 import generation_pb2 as pb
 from services import terminal
 from services.client import Client, ModeName, Options, Prompt
-from services.errors import ConfigError, PacelineError
+from services.errors import ConfigError, PacelineError, RequestFailed
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
 )
 
-INTERRUPTED = 130
+SIGNALLED = 128  # and the signal's number: how shells tell a command ended by one
+INTERRUPTED = SIGNALLED + signal.SIGINT
 ADDRESS = "127.0.0.1:50051"
 
 Server = Annotated[str, typer.Option("--server", "-s", help="host:port of the gRPC server")]
@@ -92,26 +95,40 @@ def chat(
     options = Options(temperature=temperature, seed=seed, max_tokens=max_tokens, mode=_mode(mode))
     turns = [("system", system)] if system else []
     while line := _ask():
-        turns.append(("user", line))
+        asked = [*turns, ("user", line)]
+        parts: list[str] = []
         try:
-            answer = asyncio.run(_generate(server, _chat(turns), options, as_json=False))
+            asyncio.run(_generate(server, _chat(asked), options, parts.append))
         except KeyboardInterrupt:
-            answer = ""
             terminal.out.print(" (stopped)")
-        turns.append(("assistant", answer))
+        except RequestFailed as failed:
+            terminal.fail(failed)
+        # What was shown was said; a question without an answer was not asked.
+        if parts:
+            turns = [*asked, ("assistant", "".join(parts))]
 
 
 @app.command()
 def demo(max_tokens: Tokens = 96, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """Fetch the small model, serve it here, and compare plain decoding with speculation."""
-    from services.demo import run_demo
+    from services.demo import fetch, run_demo
+    from services.lifecycle import until_signal
 
-    asyncio.run(run_demo(max_tokens or 96, as_json=as_json))
+    fetch()
+    work = run_demo(max_tokens or 96, as_json=as_json)
+    if stopped_by := asyncio.run(until_signal(work, terminal.err.print)):
+        raise typer.Exit(SIGNALLED + stopped_by)
 
 
-async def _generate(server: str, prompt: Prompt, options: Options, *, as_json: bool) -> str:
-    """Stream an answer to the terminal; its text."""
-    parts: list[str] = []
+async def _generate(
+    server: str,
+    prompt: Prompt,
+    options: Options,
+    heard: Callable[[str], object] = lambda text: None,
+    *,
+    as_json: bool = False,
+) -> None:
+    """Stream an answer to the terminal; `heard` gets every text that was shown."""
     async with (
         Client(server) as client,
         aclosing(client.generate_stream(prompt, options)) as events,
@@ -123,11 +140,9 @@ async def _generate(server: str, prompt: Prompt, options: Options, *, as_json: b
                 terminal.stream(json.dumps({kind: fields}) + "\n")
             elif isinstance(event, pb.Delta):
                 terminal.stream(event.text)
-            if isinstance(event, pb.Delta):
-                parts.append(event.text)
+                heard(event.text)
     if not as_json:
         terminal.stream("\n")
-    return "".join(parts)
 
 
 def _chat(turns: list[tuple[str, str]]) -> pb.Chat:

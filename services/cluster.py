@@ -15,7 +15,7 @@ from typing import Protocol, cast
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -42,7 +42,7 @@ class WorkerActor(Protocol):
 
 
 @asynccontextmanager
-async def ray_running(address: str, num_cpus: int) -> AsyncIterator[None]:
+async def ray_running(address: str, num_cpus: int, timeout_s: float) -> AsyncIterator[None]:
     """Ray with at least `num_cpus`, started here or joined at `address`. Raises LaunchError."""
     started: Future[None] = Future()
     ended: Future[None] = Future()
@@ -54,20 +54,38 @@ async def ray_running(address: str, num_cpus: int) -> AsyncIterator[None]:
             started.set_result(None)
             over.wait()
             ray.shutdown()
-        except LaunchError as error:
+        except BaseException as error:
+            # Whoever waits for this thread gets it, whatever it is; after the start, the log.
+            if started.done():
+                raise
             started.set_exception(error)
-        ended.set_result(None)
+        finally:
+            ended.set_result(None)
 
     # Ray's processes die with the thread that started them, so one thread stays with them. It is
     # a daemon: a start that hangs does not keep this process.
     threading.Thread(target=keep, name="ray", daemon=True).start()
     try:
-        await asyncio.shield(asyncio.wrap_future(started))
+        await _wait_for_start(started, address, timeout_s)
         _take_signals_back()
         yield
     finally:
         over.set()
         await asyncio.wait({asyncio.wrap_future(ended)}, timeout=STOP_S)
+
+
+async def _wait_for_start(started: Future[None], address: str, timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(started)), timeout_s)
+    except TimeoutError:
+        raise LaunchError(
+            f"{_cannot(address)}: no answer after {timeout_s:g} s; raise cluster.start_timeout_s "
+            "or look at Ray's logs"
+        ) from None
+
+
+def _cannot(address: str) -> str:
+    return f"cannot join Ray at {address}" if address else "cannot start Ray here"
 
 
 def _init(address: str, num_cpus: int) -> None:
@@ -82,9 +100,8 @@ def _init(address: str, num_cpus: int) -> None:
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = "start Ray here" if here else f"join Ray at {address}"
-        raise LaunchError(f"cannot {where}: {error}") from error
+    except (OSError, RayError, RuntimeError, ValueError) as error:
+        raise LaunchError(f"{_cannot(address)}: {error}") from error
 
 
 def _take_signals_back() -> None:
@@ -152,6 +169,8 @@ class Worker:
             raise LaunchError(f"{self.name} could not be started: {error.cause}") from error
         except RayActorError as error:
             raise LaunchError(f"{self.name} died while it started: {error}") from error
+        except RayError as error:
+            raise LaunchError(f"{self.name} could not be started: {error}") from error
 
     async def locate(self) -> str:
         """Its present address. Raises WorkerLost."""
@@ -161,10 +180,12 @@ class Worker:
             raise WorkerLost(f"{self.name} cannot load: {error.cause}") from error
         except RayActorError as error:
             raise WorkerLost(f"{self.name} is dead: {error}") from error
+        except RayError as error:
+            raise WorkerLost(f"{self.name} cannot be found: {error}") from error
 
     async def stop(self) -> None:
         """End its session and engine; the process ends with the room it has."""
-        with suppress(RayActorError, RayTaskError, TimeoutError):
+        with suppress(RayError, TimeoutError):
             await asyncio.wait_for(self._actor.stop.remote(), STOP_S)
 
 

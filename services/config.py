@@ -172,15 +172,29 @@ class ServerConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """Where Ray is (empty: started here), and how long its workers may be silent."""
+    """Where Ray is (empty: started here), and how long its workers may be silent.
+
+    Sequences wait `recovery_s` for a lost target (none given: as long as a start may take). `inbox`
+    and `outbox` bound the messages that wait at either end of a link; a full one ends it.
+    """
 
     address: str = ""
     start_timeout_s: float = 120.0
     rank_timeout_s: float = 5.0
+    recovery_s: float | None = None
+    inbox: int = 4096
+    outbox: int = 4096
 
     def __post_init__(self) -> None:
         _positive(self.start_timeout_s, "cluster.start_timeout_s")
         _positive(self.rank_timeout_s, "cluster.rank_timeout_s")
+        _positive(self.waits_s, "cluster.recovery_s")
+        _at_least(1, self.inbox, "cluster.inbox")
+        _at_least(1, self.outbox, "cluster.outbox")
+
+    @property
+    def waits_s(self) -> float:
+        return self.start_timeout_s if self.recovery_s is None else self.recovery_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,12 +43,14 @@ async def muster(
     What is started is ended by `stack`. Raises LaunchError.
     """
     # A silent worker is noticed within twice the time between pings.
-    limits = LinkLimits(keepalive_s=cluster.rank_timeout_s / 2)
+    keepalive_s = cluster.rank_timeout_s / 2
+    limits = LinkLimits(cluster.inbox, cluster.outbox, keepalive_s=keepalive_s)
     placed = [member for member in members if not member.seat.in_process]
     say(f"joining Ray at {cluster.address}" if cluster.address else "starting Ray")
     rooms = [member.room for member in placed]
     num_cpus = sum(room.num_cpus for room in rooms)
-    await stack.enter_async_context(ray_running(cluster.address, num_cpus))
+    running = ray_running(cluster.address, num_cpus, cluster.start_timeout_s)
+    await stack.enter_async_context(running)
     room = reserved(rooms, cluster.start_timeout_s, here=not cluster.address)
     secret = secrets.token_hex(32)
     placer = Placer(await stack.enter_async_context(room), secret)

@@ -3,6 +3,7 @@
 PacelineError
 ├── ConfigError               a configuration that cannot work; before anything is started
 ├── TokenizerError            a model folder whose tokenizer cannot be used; before start
+├── ServiceFailed             a bug ended the running service; the process ends with it
 └── RequestFailed             a request that ended with a status; raised by server and client alike
     ├── InvalidRequest        INVALID_ARGUMENT      names the field; BadRequest
     ├── UnknownModel          NOT_FOUND
@@ -38,6 +39,10 @@ class ConfigError(PacelineError):
 
 class TokenizerError(PacelineError):
     """A model folder whose tokenizer or chat template cannot be used."""
+
+
+class ServiceFailed(PacelineError):
+    """A bug ended the service; the message says what was met, the log where."""
 
 
 class RequestFailed(PacelineError):

@@ -7,10 +7,9 @@ start fails or is interrupted half way.
 import asyncio
 import os
 import secrets
-import signal
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,6 +26,7 @@ from orchestrator.runtime import Runtime
 from protos.host import Recipe, pin
 from services.config import Config
 from services.errors import ConfigError
+from services.lifecycle import until_signal, watched
 from services.plan import Plan, Room, Seat, cache_tokens, share_out, tokens_per_sequence
 from services.preflight import LaunchError, Models, check, memory_bytes
 from services.server import Server
@@ -38,8 +38,8 @@ Say = Callable[[str], object]
 
 # The drafting methods by name, as `drafter_workers.methods` has them; that module needs torch.
 METHODS = ("small_model",)
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
-WATCH_S = 0.2
+# How much longer a start waits for drafters that are not required.
+OPTIONAL_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,18 @@ class Prepared:
             num_pages=self.cache_tokens // target.page_size,
             max_rows=self.config.limits.step_rows,
             max_context=self.max_context,
+            vocab_size=self.models.tokenizer.vocab_size,
+            threads=tuple(sorted({self.plan.cores_alone, self.plan.cores_shared} - {0})),
         )
+
+    @property
+    def needed(self) -> list[frozenset[str]]:
+        """The names of the drafters in every required group: one of each is needed to be ready."""
+        return [
+            frozenset(seat.name for seat in self.plan.drafters if seat.group == group)
+            for group in sorted({seat.group for seat in self.plan.drafters})
+            if self.config.drafter[group].required
+        ]
 
     def _drafter(self, seat: Seat) -> tuple[str, object]:
         drafter = self.config.drafter[seat.group]
@@ -83,7 +94,9 @@ class Prepared:
             dtype=self.config.target.dtype,
             num_slots=self.cache_tokens,
             max_context=min(self.max_context, shape.max_context),
-            vocab_size=min(shape.vocab_size, self.shapes[0].vocab_size),
+            vocab_size=min(
+                shape.vocab_size, self.shapes[0].vocab_size, self.models.tokenizer.vocab_size
+            ),
             rank=drafter.rank,
             growth=GrowthConfig(width=2 if tree else 1),
         )
@@ -109,7 +122,7 @@ def prepare(config: Config) -> Prepared:
     tokens = config.limits.max_sequences * each
     if here:
         holders = [shapes[0], *(shapes[1 + seat.group] for seat in plan.drafters)]
-        token_bytes = sum(_token_bytes(shape, config.target.dtype) for shape in holders)
+        token_bytes = sum(shape.token_bytes(config.target.dtype) for shape in holders)
         tokens = cache_tokens(tokens, each, token_bytes, memory_bytes() - models.weights_bytes)
     return Prepared(config, models, shapes, plan, max_context, tokens)
 
@@ -118,7 +131,8 @@ def prepare(config: Config) -> Prepared:
 async def launched(config: Config, say: Say) -> AsyncIterator[Service]:
     """Everything running and ready, for as long as the context lasts.
 
-    `say` hears a line for each stage. Raises ConfigError, and LaunchError once something started.
+    `say` hears a line for each stage. Raises ConfigError, LaunchError once something started, and
+    ServiceFailed when a bug ends it.
     """
     began = asyncio.get_running_loop().time()
     prepared = await asyncio.to_thread(prepare, config)
@@ -129,16 +143,14 @@ async def launched(config: Config, say: Say) -> AsyncIterator[Service]:
         runtime = Runtime(_core(prepared), [target], drafters)
         stack.push_async_callback(runtime.stop)
         await runtime.start()
-        await _wait_ready(runtime, config.cluster.start_timeout_s)
+        await _wait_ready(runtime, prepared)
         server = Server(
             _served(prepared, runtime), runtime, config.server, config.limits.max_request_s
         )
         stack.push_async_callback(server.stop)
         await server.start()
-        needs_drafter = any(drafter.required for drafter in config.drafter)
         await server.set_ready(is_ready=True)
-        watching = asyncio.create_task(_watch(server, runtime, needs_drafter=needs_drafter))
-        stack.callback(watching.cancel)
+        await stack.enter_async_context(watched(server, runtime, prepared.needed))
         service = Service(
             _address(config.server.grpc, server.port),
             _address(config.server.health, server.health_port),
@@ -154,26 +166,12 @@ async def serve(config: Config, say: Say) -> None:
 
     A second signal cuts the drain short. No process is left either way.
     """
-    task = asyncio.current_task()
-    assert task is not None, "serve runs in a task"
-    signals: list[signal.Signals] = []
-    _on_signals(task, signals)
-    try:
-        async with launched(config, say):
-            await asyncio.Event().wait()
-    except asyncio.CancelledError:
-        if not signals:
-            raise
-        say(f"stopped by {signals[0].name}")
+    await until_signal(_serve(config, say), say)
 
 
-def _on_signals(task: asyncio.Task[object], received: list[signal.Signals]) -> None:
-    def handle(number: signal.Signals) -> None:
-        received.append(number)
-        task.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, handle, number)
+async def _serve(config: Config, say: Say) -> None:
+    async with launched(config, say):
+        await asyncio.Event().wait()
 
 
 async def _start_workers(
@@ -228,6 +226,7 @@ def _core(prepared: Prepared) -> Core:
         patience_s=speculation.patience_s,
         sync_patience_s=speculation.sync_patience_s,
         lookup="lookup" in speculation.sources,
+        recovery_s=config.cluster.waits_s,
         cores_alone=plan.cores_alone,
         cores_shared=plan.cores_shared,
     )
@@ -242,19 +241,16 @@ def _served(prepared: Prepared, runtime: Runtime) -> Served:
     return Served(name, revision, prepared.max_context, prepared.models.tokenizer)
 
 
-async def _wait_ready(runtime: Runtime, timeout_s: float) -> None:
+async def _wait_ready(runtime: Runtime, prepared: Prepared) -> None:
+    """Wait for the target and the required drafters, and a little for the others."""
+    required = frozenset({prepared.plan.target.name}).union(*prepared.needed)
+    optional = {seat.name for seat in prepared.plan.drafters} - required
     try:
-        await runtime.wait_ready(timeout_s)
+        await runtime.wait_ready(prepared.config.cluster.start_timeout_s, optional=optional)
     except TimeoutError as error:
         raise LaunchError(f"{error}; raise cluster.start_timeout_s") from error
-
-
-async def _watch(server: Server, runtime: Runtime, *, needs_drafter: bool) -> None:
-    """Keep health true to the workers."""
-    while True:
-        is_ready = runtime.has_target and (runtime.has_drafter or not needs_drafter)
-        await server.set_ready(is_ready=is_ready)
-        await asyncio.sleep(WATCH_S)
+    with suppress(TimeoutError):
+        await runtime.wait_ready(OPTIONAL_S)
 
 
 def _decisions(prepared: Prepared) -> list[str]:
@@ -263,6 +259,19 @@ def _decisions(prepared: Prepared) -> list[str]:
     lines = []
     if prepared.max_context < config.limits.max_context:
         lines.append(f"context: {prepared.max_context} tokens, the most this model takes")
+    later = {
+        "source suffix": "suffix" in config.speculation.sources,
+        "server.http": config.server.http,
+        "server.metrics": config.server.metrics,
+    }
+    if any(later.values()):
+        lines.append(
+            f"not in this release yet: {', '.join(k for k, is_on in later.items() if is_on)}"
+        )
+    if config.speculation.k == "auto":
+        lines.append(f"guesses per verification: {config.speculation.fixed_k}")
+    if config.speculation.shape == "auto":
+        lines.append("shape of drafts: chain")
     if any(seat.in_process for seat in plan.drafters):
         lines.append("one core for target and drafter: the drafter shares this process")
     return lines
@@ -273,10 +282,6 @@ def _shape(folder: Path) -> ModelConfig:
         return ModelConfig.from_folder(folder)
     except ModelError as error:
         raise ConfigError(f"{folder}: {error}") from error
-
-
-def _token_bytes(shape: ModelConfig, dtype: str) -> int:
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * DTYPE_BYTES[dtype]
 
 
 def _own_cores() -> list[int]:

@@ -1,11 +1,14 @@
 """What is refused before anything is started: features, models, tokenizers, addresses, memory."""
 
+import json
 import os
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.config import Config, ServerConfig
+from safetensors import SafetensorError, safe_open
+
+from services.config import Config, ServerConfig, SpeculationConfig
 from services.errors import ConfigError, PacelineError, TokenizerError
 from services.pull import PullError, resolve
 from services.tokenizer import Tokenizer, load_tokenizer
@@ -40,6 +43,7 @@ def check(config: Config, methods: tuple[str, ...]) -> Models:
     _check_cluster(config.cluster.address)
     target = _folder("model.path", config.model.path)
     tokenizer = _tokenizer("model.path", target)
+    _check_weights("model.path", target)
     if "drafter" not in config.speculation.sources:
         return Models(target, (), tokenizer)
     folders = []
@@ -47,6 +51,7 @@ def check(config: Config, methods: tuple[str, ...]) -> Models:
         key = f"drafter.{index}.path"
         folders.append(_folder(key, drafter.path))
         _check_same(key, tokenizer, _tokenizer(key, folders[-1]))
+        _check_weights(key, folders[-1])
     return Models(target, tuple(folders), tokenizer)
 
 
@@ -62,10 +67,43 @@ def _check_supported(config: Config, methods: tuple[str, ...]) -> None:
         raise ConfigError("target.exact: exact mode is for CPUs so far; set it to false on cuda")
     if config.target.tp != 1:
         raise ConfigError("target.tp: this release runs the target in one piece; set it to 1")
+    _check_later(config)
     for index, drafter in enumerate(config.drafter):
         if drafter.method not in ("auto", *methods):
             known = ", ".join(methods)
             raise ConfigError(f"drafter.{index}.method is {drafter.method!r}; known are {known}")
+
+
+def _check_later(config: Config) -> None:
+    """Raises ConfigError for a value that was set and would do nothing yet."""
+    ours, speculation, server = SpeculationConfig(), config.speculation, ServerConfig()
+    asked = {
+        "speculation.allow_lossy": speculation.allow_lossy,
+        "speculation.sources: suffix": speculation.sources != ours.sources
+        and "suffix" in speculation.sources,
+        "server.http": config.server.http not in ("", server.http),
+        "server.metrics": config.server.metrics not in ("", server.metrics),
+    }
+    for key, is_set in asked.items():
+        if is_set:
+            raise ConfigError(f"{key} comes with a later release; leave it out")
+
+
+def _check_weights(key: str, folder: Path) -> None:
+    """Raises ConfigError for weights that are missing or cut short, by their headers alone."""
+    index = folder / "model.safetensors.index.json"
+    names = ["model.safetensors"]
+    try:
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        for name in names:
+            with safe_open(folder / name, framework="numpy"):
+                pass
+    except FileNotFoundError as error:
+        raise ConfigError(f"{key}: {folder} lacks {name}; fetch the model again") from error
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+        broken = f"{key}: the weights in {folder} are cut short or no safetensors files"
+        raise ConfigError(f"{broken} ({error}); fetch the model again") from error
 
 
 def _check_addresses(server: ServerConfig) -> None:

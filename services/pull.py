@@ -84,11 +84,18 @@ def resolve(name_or_path: str, store: Store | None = None) -> Path:
             return folder
         raise PullError(f"{name_or_path} is not here yet; run `paceline pull {name_or_path}`")
     if HUB_NAME.fullmatch(name_or_path):
-        return store.hub(name_or_path)
+        return _from_hub(name_or_path, store)
     raise PullError(
         f"no model {name_or_path}: it is no folder, no hub name (owner/name) and none of"
         f" {', '.join(store.packages)}"
     )
+
+
+def _from_hub(name: str, store: Store) -> Path:
+    try:
+        return store.hub(name)
+    except PullError as error:
+        raise PullError(f"there is no folder {name} here, and as a hub name: {error}") from error
 
 
 def pull(name: str, progress: Progress, store: Store | None = None) -> Pulled:

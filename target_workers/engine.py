@@ -8,8 +8,6 @@ import time
 from collections import Counter as Tally
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -29,29 +27,11 @@ from protos.messages import (
     Verdict,
 )
 from protos.worker import ProtocolError
-from target_workers.acceptance import depths, tree_error, walk
+from target_workers.acceptance import depths, tree_error
 from target_workers.pages import Pages, Slots
 from target_workers.prefix_cache import Prefix
-from target_workers.rows import Draws, Layout, Run
+from target_workers.runner import Drawn, Forward, Job, Runner
 from target_workers.sequence import Sequence
-
-
-class Forward(Protocol):
-    """The model and its KV cache."""
-
-    def move(self, source: Slots, target: Slots) -> None:
-        """Copy rows between slots: all are read before one is written."""
-
-    def choose(self, runs: Items[Run], draws: Draws) -> tuple[list[int], list[bool]]:
-        """Compute all runs in one forward; per draw its token, and if the logits are finite."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """An Extend that is in the forward, and which of the forward's draws are its own."""
-
-    extend: Extend
-    draws: range
 
 
 class TargetEngine:
@@ -69,6 +49,7 @@ class TargetEngine:
         self._set_cores = set_cores
         self._clock = clock
         self._counts: Tally[str] = Tally()
+        self._runner = Runner(forward, self._counts)
         self._cores = 0
         self.reset()
 
@@ -211,44 +192,32 @@ class TargetEngine:
         return f"out of pages: {rows} rows do not fit, {self._pages.free} pages are free"
 
     def _compute(self, extends: Items[Extend]) -> dict[int, Verdict]:
-        """One forward; the verdicts of those Extends that reach the end of the committed tokens."""
-        if not extends:
-            return {}
-        layout = Layout()
-        groups: list[_Group] = []
+        """Verdicts of those Extends that reach the end of the committed tokens, or fail."""
+        jobs = []
         for extend in extends:
             seq = self._sequences[extend.seq]
             decides = seq.sampling if seq.extend(extend) else None
-            slots = self._pages.slots(extend.seq)
-            groups.append(_Group(extend, layout.add(extend, slots, decides)))
-        tokens, finite = self._forward.choose(layout.runs, layout.draws)
-        self._counts.update(forwards=1, rows=layout.num_rows, runs=len(layout.runs))
+            jobs.append(Job(extend, self._pages.slots(extend.seq), decides))
+        drawn = self._runner.run(jobs) if jobs else []
         verdicts = {
-            group.extend.seq: self._decide(
-                group.extend,
-                tokens[group.draws.start : group.draws.stop],
-                finite[group.draws.start : group.draws.stop],
-            )
-            for group in groups
-            if group.draws
+            job.extend.seq: self._decide(job.extend, result)
+            for job, result in zip(jobs, drawn, strict=True)
+            if job.decides is not None or result.error
         }
         for extend in extends:
             self._share(extend.seq)
         return verdicts
 
-    def _decide(self, extend: Extend, chosen: Items[int], finite: Items[bool]) -> Verdict:
-        """Walk the nodes of one Extend and commit what the walk gives."""
+    def _decide(self, extend: Extend, drawn: Drawn) -> Verdict:
+        """Commit what one Extend led to."""
         seq = self._sequences[extend.seq]
-        path, next_token = walk(extend.nodes, chosen)
+        if drawn.error:
+            seq.prefix = None  # nobody else shall compute with these rows
+            return _failed(extend, drawn.error)
+        seq.commit(drawn.walk, drawn.next_token)
+        self._counts.update(verdicts=1, nodes=len(extend.nodes), accepted=len(drawn.walk))
         end = extend.start + len(extend.tokens)
-        # Only what lies on the path counts: a guess never changes the output, not even its end.
-        for depth, i in enumerate((-1, *path)):
-            if not finite[1 + i]:
-                seq.prefix = None  # nobody else shall compute with these rows
-                return _failed(extend, f"the logits at position {end - 1 + depth} are not finite")
-        seq.commit(path, next_token)
-        self._counts.update(verdicts=1, nodes=len(extend.nodes), accepted=len(path))
-        return Verdict(extend.seq, end, path, next_token)
+        return Verdict(extend.seq, end, drawn.walk, drawn.next_token)
 
     def _audit(self, audit: Audit) -> AuditReply:
         self._pages.check()

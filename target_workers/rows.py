@@ -11,20 +11,8 @@ import numpy as np
 
 from protos.messages import Extend, Sampling, TreeNode
 from target_workers.acceptance import depths
+from target_workers.model.run import Run
 from target_workers.pages import Slots
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Tokens at positions from `start`: row i goes to slots[i] and sees `history` and rows < i.
-
-    `history` has one slot per position of [0, start).
-    """
-
-    tokens: tuple[int, ...]
-    start: int
-    slots: Slots
-    history: Slots
 
 
 @dataclass(slots=True)
@@ -71,7 +59,7 @@ class Layout:
         end = extend.start + len(extend.tokens)
         trunk, *branches = chains(extend.nodes)
         rows = [0] * len(extend.nodes)
-        tokens = (*extend.tokens, *(extend.nodes[i].token for i in trunk))
+        tokens = np.array((*extend.tokens, *(extend.nodes[i].token for i in trunk)))
         own = np.concatenate((slots[extend.start : end], slots[end:][trunk]))
         self._add_run(Run(tokens, extend.start, own, slots[: extend.start]))
         for row, i in enumerate(trunk, start=self.num_rows - len(trunk)):
@@ -79,7 +67,7 @@ class Layout:
         for branch in branches:
             above = ancestors(extend.nodes, branch[0])
             history = np.concatenate((slots[:end], slots[end:][above]))
-            tokens = tuple(extend.nodes[i].token for i in branch)
+            tokens = np.array([extend.nodes[i].token for i in branch])
             for row, i in enumerate(branch, start=self.num_rows):
                 rows[i] = row
             self._add_run(Run(tokens, end + len(above), slots[end:][branch], history))

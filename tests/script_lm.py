@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from protos.messages import GREEDY, PROTOCOL, Hello, Sampling
 from target_workers.engine import TargetEngine
+from target_workers.model.run import Run
 from target_workers.pages import Slots
-from target_workers.rows import Draws, Run
+from target_workers.rows import Draws
 
 _MASK = 2**64 - 1
 
@@ -105,7 +106,10 @@ class _Row:
 
 
 class ScriptForward:
-    """The model behind a TargetEngine. After a token of `broken` the logits are not finite."""
+    """The model behind a TargetEngine. After a token of `broken` the logits are not finite.
+
+    So are those of every row of its run, as in attention, where masked keys count 0 x NaN.
+    """
 
     def __init__(self, lm: ScriptLM, num_slots: int, broken: Iterable[int] = ()) -> None:
         self._lm = lm
@@ -119,6 +123,7 @@ class ScriptForward:
 
     def choose(self, runs: Sequence[Run], draws: Draws) -> tuple[list[int], list[bool]]:
         paths = [path for run in runs for path in self._write(run)]
+        sound = [self._broken.isdisjoint(run.tokens.tolist()) for run in runs for _ in run.tokens]
         tokens: list[int] = []
         finite: list[bool] = []
         for i, row in enumerate(draws.rows):
@@ -126,7 +131,7 @@ class ScriptForward:
             sampling = Sampling(draws.temperatures[i], draws.seeds[i])
             token = self._lm.ranked(path, sampling, draws.positions[i])[0]
             tokens.append(token if intact else (token + 1) % self._lm.vocab)
-            finite.append(path[-1] not in self._broken)
+            finite.append(sound[row])
         return tokens, finite
 
     def _write(self, run: Run) -> list[tuple[list[int], bool]]:
@@ -134,7 +139,7 @@ class ScriptForward:
         path, digest, intact = self._read(run.history.tolist())
         intact = intact and len(path) == run.start
         found: list[tuple[list[int], bool]] = []
-        for token, slot in zip(run.tokens, run.slots.tolist(), strict=True):
+        for token, slot in zip(run.tokens.tolist(), run.slots.tolist(), strict=True):
             digest = _hash(digest, token, intact)
             self._rows[slot] = _Row(len(path), token, digest)
             path = [*path, token]

@@ -13,9 +13,10 @@ from drafter_workers.methods.small_model import SmallModel
 from protos.messages import PROTOCOL, Hello, Sampling
 from target_workers.engine import TargetEngine
 from target_workers.forward import DecoderForward
-from target_workers.model.batch import IntArray, Run, build_batch
+from target_workers.model.batch import build_batch
 from target_workers.model.decoder import Decoder
 from target_workers.model.kv_cache import KVCache
+from target_workers.model.run import IntArray, Run
 from tests.duo import Duo
 
 VOCAB = 512
@@ -52,7 +53,7 @@ class Drafter:
 def make_target(decoder: Decoder, page_size: int = 16, num_pages: int = 80) -> Target:
     cache = KVCache(decoder.config, page_size * num_pages, decoder.dtype)
     hello = Hello(PROTOCOL, "target", 1, "", "", VOCAB, 1000, page_size, num_pages, 512)
-    engine = TargetEngine(hello, DecoderForward(decoder, cache), lambda _: None)
+    engine = TargetEngine(hello, DecoderForward(decoder, cache, VOCAB), lambda _: None)
     return Target(engine, decoder, cache)
 
 

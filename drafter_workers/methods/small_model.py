@@ -15,22 +15,16 @@ from torch import Tensor
 from drafter_workers.config import DrafterConfig
 from drafter_workers.proposer import Candidate, Expand
 from protos.messages import Sampling
-from target_workers.model.batch import IntArray, Run, build_batch
+from target_workers.model.batch import build_batch
 from target_workers.model.decoder import Decoder
 from target_workers.model.kv_cache import KVCache
-from target_workers.model.loading import load_decoder
+from target_workers.model.loading import DTYPES, load_decoder
 from target_workers.model.noise import as_int64
+from target_workers.model.run import IntArray, Run
 from target_workers.model.sampling import Ranked, top_perturbed, top_tokens
 
 # Until calibrated: how often the best token under shared noise is the target's too.
 NOISE_CHANCE = 0.75
-
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp64": torch.float64,
-}
 
 
 @dataclass(slots=True)
@@ -71,7 +65,8 @@ class SmallModel:
     def __init__(self, decoder: Decoder, cache: KVCache, config: DrafterConfig) -> None:
         self.max_context = min(config.max_context, decoder.config.max_context)
         self.max_rows = config.max_rows
-        self.vocab_size = config.vocab_size or decoder.config.vocab_size
+        own = decoder.config.vocab_size
+        self.vocab_size = min(config.vocab_size or own, own)
         self._by_noise = config.rank == "noise"
         self._decoder = decoder
         self._cache = cache

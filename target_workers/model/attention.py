@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from target_workers.model.batch import IntArray, RowBatch, Run
+from target_workers.model.batch import RowBatch
 from target_workers.model.config import ModelConfig
 from target_workers.model.kv_cache import KVCache
+from target_workers.model.run import IntArray, Run
 
 KEY_BLOCK = 128  # shorter ones save keys that are only masked, and cost calls
 QUERY_BLOCK = 4  # fewer query rows take another code path
@@ -94,20 +95,6 @@ def attend(qk: Tensor, cached: Tensor, plan: AttentionPlan) -> Tensor:
     parts = [_attend_group(flat, cached, group) for group in plan.groups]
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
     return joined.index_select(0, plan.output).view(len(qk), -1)
-
-
-def attend_reference(qk: Tensor, cached: Tensor, plan: AttentionPlan) -> Tensor:
-    """The same by definition, row by row in float64; for tests."""
-    heads, group = plan.config.num_heads, plan.config.group
-    rows, outputs = iter(qk[:, :heads].double()), []
-    for run in plan.batch.runs:
-        for index in range(len(run.tokens)):
-            slots = torch.from_numpy(np.concatenate([run.history, run.slots[: index + 1]]))
-            seen = cached[slots].double().repeat_interleave(group, dim=2)  # [seen, 2, heads, dim]
-            scores = torch.einsum("hd,shd->hs", next(rows), seen[:, 0]) / qk.shape[-1] ** 0.5
-            outputs.append(torch.einsum("hs,shd->hd", scores.softmax(-1), seen[:, 1]).flatten())
-    outputs += [outputs[-1]] * (len(qk) - len(outputs))
-    return torch.stack(outputs).to(qk.dtype)
 
 
 def plan_attention(batch: RowBatch, config: ModelConfig, dtype: torch.dtype) -> AttentionPlan:

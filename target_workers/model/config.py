@@ -7,6 +7,7 @@ from typing import Self, TypeAlias
 
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -75,6 +76,10 @@ class ModelConfig:
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
+
+    def token_bytes(self, dtype: str) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> Self:

@@ -1,7 +1,5 @@
 """Keys and values of every layer, one slot per token; who owns a slot is the caller's business."""
 
-from typing import Self
-
 import torch
 from torch import Tensor
 
@@ -20,21 +18,6 @@ class KVCache:
         # Zeros: what a mask hides must be finite.
         self._data = torch.zeros(shape, dtype=dtype, device=device)
         self._layers = self._data.unbind(0)
-
-    @classmethod
-    def within(cls, config: ModelConfig, size_bytes: int, dtype: torch.dtype) -> Self:
-        """The largest cache that fits in `size_bytes`."""
-        return cls(config, size_bytes // cls.bytes_per_slot(config, dtype), dtype)
-
-    @staticmethod
-    def bytes_per_slot(config: ModelConfig, dtype: torch.dtype) -> int:
-        """Bytes one token takes over all layers."""
-        return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the whole cache."""
-        return self._data.nbytes
 
     def layer(self, layer: int) -> Tensor:
         """Keys and values of a layer: [slots, 2, kv_heads, head_dim]."""

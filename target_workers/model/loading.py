@@ -11,7 +11,14 @@ from target_workers.model.decoder import Decoder
 from target_workers.model.exact import ExactModeError, fit_rows
 from target_workers.model.layers import Block, BlockParts, HeadNorm, Linear, RMSNorm
 
-__all__ = ["load_decoder", "model_hash"]
+__all__ = ["DTYPES", "load_decoder", "model_hash"]
+
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+}
 
 
 def load_decoder(

@@ -32,6 +32,16 @@ class Ranked:
 
 
 @torch.inference_mode()
+def only_known(logits: Tensor, vocab_size: int) -> Tensor:
+    """Logits [n, rows of the head], in place, without ids from `vocab_size` on.
+
+    A head is often padded beyond the tokenizer's entries; such an id must never be chosen.
+    """
+    logits[:, vocab_size:] = float("-inf")
+    return logits
+
+
+@torch.inference_mode()
 def choose(logits: Tensor, temperatures: Tensor, seeds: Tensor, positions: Tensor) -> Choice:
     """Choose from float32 logits [n, vocab]; `positions` are those of the tokens being drawn.
 

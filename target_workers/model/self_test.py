@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from target_workers.model.attention import KEY_BLOCK
-from target_workers.model.batch import IntArray, Run, build_batch
+from target_workers.model.batch import build_batch
 from target_workers.model.decoder import Decoder
 from target_workers.model.exact import ExactModeError
 from target_workers.model.kv_cache import KVCache
+from target_workers.model.run import IntArray, Run
 
 BLOCKS = 2  # every block calls the same kernels on the same shapes
 ROWS_ALONE = 12
@@ -21,11 +22,12 @@ SCRATCH_SLOTS = 3 * KERNEL_KEYS
 
 
 @torch.inference_mode()
-def exact_self_test(decoder: Decoder, seed: int) -> bool:
+def exact_self_test(decoder: Decoder, seed: int, threads: Sequence[int] = ()) -> bool:
     """Compare rows of a random batch with the same rows in other company, bit for bit.
 
     The batch mixes prefill, decode and tree rows with contexts on both sides of blocks of keys;
-    what came before is random keys and values. Returns whether the number of threads may change
+    what came before is random keys and values. All of it with each of these numbers of `threads`
+    and as many as are set (none named: also with one). Returns whether that number may change
     between steps too. Raises ExactModeError.
     """
     generator = np.random.default_rng(seed)
@@ -34,8 +36,8 @@ def exact_self_test(decoder: Decoder, seed: int) -> bool:
         cache.layer(layer).normal_(generator=torch.Generator().manual_seed(seed + layer))
     runs = _random_runs(decoder, generator)
     results = []
-    for threads in sorted({1, torch.get_num_threads()}):
-        with _threads(threads):
+    for count in sorted({torch.get_num_threads(), *(threads or (1,))}):
+        with _threads(count):
             results.append(_check(decoder, cache, runs, generator))
     return all(torch.equal(results[0], result) for result in results)
 

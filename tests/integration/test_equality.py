@@ -25,7 +25,6 @@ from target_workers.forward import load_target
 from tests.simulation.scene import IdStopper
 from tests.tiny import make_tiny_llama
 
-SMALL_MODEL = Path.home() / ".cache/paceline/models/smollm2-135m"
 KS = (1, 2, 4, 8)
 SEEDED = Sampling(temperature=0.8, seed=2**62 + 5)
 VARIANTS = [(Mode.OFF, None), *product((Mode.SYNC, Mode.ASYNC), KS)]
@@ -165,10 +164,10 @@ async def test_shared_pages_and_pauses_change_no_token(tmp_path, dtype) -> None:
 @pytest.mark.model
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-async def test_the_small_model_gives_the_same_tokens_in_every_mode_and_k(dtype) -> None:
-    if not SMALL_MODEL.is_dir():
-        pytest.skip("the small model is not here: paceline pull smollm2-135m")
-    async with serving(SMALL_MODEL, SMALL_MODEL, dtype) as runtime:
+async def test_the_small_model_gives_the_same_tokens_in_every_mode_and_k(
+    small_model_folder: Path, dtype: str
+) -> None:
+    async with serving(small_model_folder, small_model_folder, dtype) as runtime:
         prompt = (1, 4093, 198, 1780, 314, 260, 3575, 282, 4649, 47, 2, 198, 1, 520, 9531, 198)
         accepted = await check_all_variants(runtime, prompt, 24)
     assert accepted > 50

@@ -6,9 +6,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from target_workers.model.batch import IntArray, Run, build_batch, tree_runs
+from protos.messages import GREEDY, Extend, TreeNode
+from target_workers.model.batch import build_batch
 from target_workers.model.decoder import Decoder
 from target_workers.model.kv_cache import KVCache
+from target_workers.model.run import IntArray, Run
+from target_workers.rows import Layout
 
 NUM_SLOTS = 2048
 
@@ -74,10 +77,11 @@ def tree_logits(
     cache, end = new_cache(decoder), len(path.tokens)
     if end > trunk:
         logits_of(decoder, cache, [path.run(0, end - trunk)])
-    slots = path.slots[end : end + len(tokens)]
-    runs, rows = tree_runs(path.run(end - trunk, end), tokens, parents, slots)
-    logits = logits_of(decoder, cache, runs)
-    return logits[:trunk], logits[rows]
+    nodes = tuple(map(TreeNode, parents, tokens.tolist()))
+    layout = Layout()
+    layout.add(Extend(1, end - trunk, tuple(path.tokens[end - trunk :]), nodes), path.slots, GREEDY)
+    logits = logits_of(decoder, cache, layout.runs)
+    return logits[:trunk], logits[layout.draws.rows[1:]]
 
 
 def node_paths(path: Path, tokens: IntArray, parents: Sequence[int]) -> list[Path]:

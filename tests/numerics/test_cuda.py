@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from target_workers.model.batch import Run, build_batch
+from target_workers.model.batch import build_batch
 from target_workers.model.config import ModelError
 from target_workers.model.exact import ExactModeError
 from target_workers.model.kv_cache import KVCache
 from target_workers.model.loading import load_decoder
+from target_workers.model.run import Run
 
 TOLERANCE = 1e-3
 

@@ -23,12 +23,13 @@ from protos.messages import (
     Stepped,
     TreeNode,
 )
-from target_workers.model.batch import Run, build_batch
+from target_workers.model.batch import build_batch
 from target_workers.model.decoder import Decoder
 from target_workers.model.kv_cache import KVCache
 from target_workers.model.loading import load_decoder
+from target_workers.model.run import Run
 from target_workers.model.sampling import top_tokens
-from tests.duo import Duo, audit, step
+from tests.duo import Duo, audit, counts, step
 from tests.tiny import make_tiny_llama
 from tests.tiny_engines import VOCAB, Drafter, Target, make_drafter, make_target, plain, prefill
 
@@ -308,6 +309,28 @@ def test_logits_that_are_not_finite_leave_the_other_sequences_as_they_were(
         assert not lines[1].errors
         audit(target.engine)
     assert verdicts[0] == verdicts[1]
+
+
+def test_a_guess_whose_row_is_not_finite_changes_nothing(tmp_path: Path) -> None:
+    """Masked keys of one attention call count 0 x NaN, so the guess spoils the row of the root."""
+    decoder = load_decoder(_write(tmp_path, "target"), dtype=torch.float64, exact=False)
+    right = plain(decoder, PROMPT, 6, GREEDY)
+    spoilt = next(token for token in range(VOCAB) if token not in (*PROMPT, *right))
+    decoder.embedding.data = decoder.embedding.clone()  # the head goes on with the sound one
+    decoder.embedding[spoilt] = float("nan")
+    target = make_target(decoder)
+    tokens, cached = list(PROMPT), 0
+    opens: tuple[StepOpen, ...] = (StepOpen(1, PROMPT, GREEDY),)
+    for number in range(1, 6):
+        nodes = (TreeNode(-1, spoilt), TreeNode(0, 3))
+        extend = Extend(1, cached, tuple(tokens[cached:]), nodes)
+        (verdict,) = _step(target, step(number, opens, [extend])).verdicts
+        assert (verdict.error, verdict.walk) == ("", ())
+        cached, opens = len(tokens), ()
+        tokens.append(verdict.next_token)
+        assert target.rows(1, cached).isfinite().all()
+    assert tokens[len(PROMPT) :] == right[:5]
+    assert counts(target.engine)["bared"] == 5
 
 
 def _step(target: Target, message: Step) -> Stepped:

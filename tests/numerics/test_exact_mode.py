@@ -7,13 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from target_workers.model.attention import attend, attend_reference, plan_attention
-from target_workers.model.batch import Run, build_batch
+from target_workers.model.attention import AttentionPlan, attend, plan_attention
+from target_workers.model.batch import build_batch
 from target_workers.model.config import ModelConfig
 from target_workers.model.decoder import Decoder
 from target_workers.model.exact import ExactModeError, fit_rows
 from target_workers.model.layers import Linear
 from target_workers.model.loading import load_decoder
+from target_workers.model.run import Run
 from target_workers.model.self_test import exact_self_test
 from tests.numerics.forward import (
     NUM_SLOTS,
@@ -125,6 +126,24 @@ def test_the_self_test_names_what_differs(tiny_llama: FilePath) -> None:
         exact_self_test(decoder, seed=0)
 
 
+@pytest.mark.parametrize(
+    ("threads", "proven"), [((), {1, 2}), ((3, 2), {2, 3}), ((1, 3), {1, 2, 3})]
+)
+def test_the_self_test_tries_every_number_of_threads(
+    tiny_llama: FilePath, threads: tuple[int, ...], proven: set[int]
+) -> None:
+    decoder = load_decoder(tiny_llama, dtype=torch.float32, exact=True)
+    seen: set[int] = set()
+    decoder.blocks[0].register_forward_pre_hook(lambda *_: seen.add(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        exact_self_test(decoder, 0, threads)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert seen == proven
+
+
 def test_a_linear_that_needs_company_gets_it() -> None:
     plain = Linear(torch.randn(128, 64, generator=torch.Generator().manual_seed(0)))
     rows = torch.randn(1100, 64, generator=torch.Generator().manual_seed(1))
@@ -166,6 +185,20 @@ class Unsteady(Linear):
 def test_a_linear_that_never_repeats_itself_is_refused() -> None:
     with pytest.raises(ExactModeError, match="128 x 64"):
         fit_rows([Unsteady(torch.randn(128, 64))])
+
+
+def attend_reference(qk: Tensor, cached: Tensor, plan: AttentionPlan) -> Tensor:
+    """Attention by definition, row by row in float64."""
+    heads, group = plan.config.num_heads, plan.config.group
+    rows, outputs = iter(qk[:, :heads].double()), []
+    for run in plan.batch.runs:
+        for index in range(len(run.tokens)):
+            slots = torch.from_numpy(np.concatenate([run.history, run.slots[: index + 1]]))
+            seen = cached[slots].double().repeat_interleave(group, dim=2)  # [seen, 2, heads, dim]
+            scores = torch.einsum("hd,shd->hs", next(rows), seen[:, 0]) / qk.shape[-1] ** 0.5
+            outputs.append(torch.einsum("hs,shd->hd", scores.softmax(-1), seen[:, 1]).flatten())
+    outputs += [outputs[-1]] * (len(qk) - len(outputs))
+    return torch.stack(outputs).to(qk.dtype)
 
 
 def test_attention_is_what_its_definition_says(tiny_llama: FilePath) -> None:

@@ -417,7 +417,7 @@ def test_a_sequence_beyond_the_context_is_not_drafted() -> None:
     assert grown(said, 2) == list(RIGHT[:3]), "no node beyond the context"
     assert counts(engine)["too_long"] == 1
     engine.handle(Advance(2, 1, 5, RIGHT[:3], 4))
-    assert works(engine) == []
+    assert works(engine) == [Grow(2, 1, 8, ())]
     assert counts(engine)["too_long"] == 2
     assert audit(engine).held == (Held(1, 0, 0), Held(2, 0, 0)), "and its rows are freed"
     engine.handle(Advance(2, 1, 8, RIGHT[3:5], 4))
@@ -429,7 +429,7 @@ def test_a_token_outside_the_drafters_vocabulary_ends_drafting() -> None:
     engine = opened()
     works(engine)
     engine.handle(Advance(1, 1, 5, (99,), 4))
-    assert works(engine) == []
+    assert works(engine) == [Grow(1, 1, 6, ())]
     assert counts(engine)["foreign"] == 1
     assert audit(engine).free_pages == 1024
 
@@ -439,7 +439,7 @@ def test_what_does_not_fit_the_cache_waits_until_it_does() -> None:
     engine.handle(Open(1, 1, PROMPT, GREEDY, 4))
     assert grown(works(engine)) == list(RIGHT[:4])
     engine.handle(Open(2, 1, PROMPT, GREEDY, 4))
-    assert works(engine) == []
+    assert works(engine) == [Grow(2, 1, 5, ())]
     assert counts(engine)["no_slots"] == 1
     engine.handle(Close(1, 1))
     assert grown(works(engine), 2) == list(RIGHT[:4])
@@ -476,3 +476,55 @@ def test_candidates_held_back_are_sent_in_answer_to_the_advance_that_lifts_them(
     answer = timid.handle(Advance(1, 1, 5, RIGHT[:1], 8))
     assert grown(answer) == [RIGHT[1]]
     assert counts(timid)["expanded"] == 2
+
+
+def test_a_sequence_that_will_get_nothing_more_is_named_once_per_advance() -> None:
+    timid = script_drafter(LM, TokenProposer(perfect(LM, 0.3)), GrowthConfig(floor=0.5))
+    timid.handle(Open(1, 1, PROMPT, GREEDY, 8))
+    assert works(timid) == [Grow(1, 1, 5, ())], "nothing is above the floor"
+    assert timid.work() is None
+    timid.handle(Advance(1, 1, 5, RIGHT[:1], 8))
+    assert works(timid) == [Grow(1, 1, 6, ())]
+    timid.handle(Advance(1, 1, 6, (), 4))
+    assert works(timid) == [Grow(1, 1, 6, ())], "credit alone changed"
+    timid.handle(Advance(1, 1, 6, (), 0))
+    assert works(timid) == [], "nobody waits without credit"
+    assert counts(timid)["exhausted"] == 3
+
+
+def test_a_tree_that_fills_its_credit_is_not_called_exhausted() -> None:
+    engine = opened(credit=3)
+    assert all(isinstance(m, Grow) and m.nodes for m in works(engine))
+    engine.handle(Advance(1, 1, 5, RIGHT[:1], 3))
+    assert all(isinstance(m, Grow) and m.nodes for m in works(engine))
+
+
+def test_nodes_come_before_the_word_that_no_more_will() -> None:
+    engine = make(shape=replace(SLOTS, max_context=8))
+    engine.handle(Open(1, 1, PROMPT, GREEDY, 6))
+    said = works(engine)
+    assert grown(said) == list(RIGHT[:3])
+    assert said[-1] == Grow(1, 1, 5, ())
+    assert len(said) == 4
+
+
+def test_a_stuck_sequence_is_named_before_others_are_computed() -> None:
+    engine = make(shape=replace(SLOTS, max_context=8))
+    engine.handle(Open(1, 1, PROMPT, GREEDY, 4))
+    engine.handle(Open(2, 1, (1,) * 8, GREEDY, 4))
+    assert engine.work() == [Grow(2, 1, 8, ())]
+    assert grown(works(engine), 1) == list(RIGHT[:3])
+
+
+def test_nothing_is_said_of_a_sequence_whose_tokens_are_missing() -> None:
+    engine = opened()
+    works(engine)
+    engine.handle(Advance(1, 1, 4, (9, 9), 4))
+    assert works(engine) == []
+
+
+def test_a_guesser_without_a_guess_says_so() -> None:
+    engine = script_drafter(LM, TokenProposer(lambda _spot, _width: []))
+    engine.handle(Open(1, 1, PROMPT, GREEDY, 4))
+    assert works(engine) == [Grow(1, 1, 5, ())]
+    assert counts(engine)["forwards"] == 1

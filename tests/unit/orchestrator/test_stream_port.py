@@ -3,14 +3,18 @@
 import asyncio
 import signal
 import sys
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 
+import grpc
 import pytest
 
 from orchestrator.ports import WorkerLost
 from orchestrator.stream_port import StreamPort
 from protos.engine_thread import LinkLimits
-from protos.messages import Audit, Hello
+from protos.frames import pack
+from protos.messages import GREEDY, Audit, Hello, Open
+from protos.session import METHOD, SERVICE
 from tests.fakes import ToyEngine
 from tests.opened import LIMITS, SECRET, at, nowhere, serving, streamed
 
@@ -23,6 +27,41 @@ async def test_a_full_outgoing_queue_ends_the_link() -> None:
             port.send(Audit(nonce))
         with pytest.raises(WorkerLost, match="outgoing queue full: more than 64 messages wait"):
             await port.receive()
+
+
+@asynccontextmanager
+async def deaf_worker() -> AsyncIterator[str]:
+    """A worker that says hello and reads nothing; its address."""
+
+    async def session(_requests: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+        await context.write(next(pack([ToyEngine().hello()])))
+        await asyncio.Event().wait()
+
+    handler: grpc.RpcMethodHandler[bytes, bytes] = grpc.stream_stream_rpc_method_handler(session)
+    server = grpc.aio.server()
+    service = grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})
+    server.add_generic_rpc_handlers((service,))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(None)
+
+
+async def test_a_full_outgoing_queue_ends_the_link_while_a_write_waits_for_the_peer() -> None:
+    large = Open(1, 1, (70000,) * 100_000, GREEDY, 1)
+    async with deaf_worker() as address, asyncio.timeout(10):
+        port = StreamPort("toy", at(address), SECRET, LIMITS)
+        await port.connect()
+        await port.receive()
+        waiting = asyncio.create_task(port.receive())
+        for _ in range(2 * LIMITS.outbox + 2):
+            port.send(large)
+            await asyncio.sleep(0.001)  # the writer is at work
+        with pytest.raises(WorkerLost, match="outgoing queue full: more than 64 messages wait"):
+            await waiting
+        await port.close()
 
 
 async def test_a_wrong_secret_is_refused() -> None:

@@ -93,3 +93,37 @@ async def test_a_closed_queue_wakes_who_waits_and_keeps_its_first_cause() -> Non
     for take in (waiting, outbox.take()):
         with pytest.raises(LinkEnded, match="first"):
             await take
+
+
+async def test_a_closed_queue_holds_nothing_and_takes_nothing_more() -> None:
+    outbox = Outbox(limit=2)
+    for nonce in range(100):
+        outbox.put([Audit(nonce)])
+    assert not outbox._waiting
+
+
+async def test_a_pump_ends_when_its_queue_is_closed_although_a_write_is_blocked() -> None:
+    outbox = Outbox(limit=2)
+    blocked = asyncio.Event()
+
+    async def write(_payload: bytes) -> None:
+        blocked.set()
+        await asyncio.Event().wait()
+
+    pumping = asyncio.create_task(outbox.pump(write))
+    outbox.put([Audit(1)])
+    await blocked.wait()
+    for nonce in range(3):
+        outbox.put([Audit(nonce)])
+    assert (await asyncio.wait_for(pumping, 1)).startswith("outgoing queue full")
+
+
+async def test_a_pump_raises_what_its_write_raises() -> None:
+    outbox = Outbox(limit=2)
+
+    async def write(_payload: bytes) -> None:
+        raise OSError("gone")
+
+    outbox.put([Audit(1)])
+    with pytest.raises(OSError, match="gone"):
+        await asyncio.wait_for(outbox.pump(write), 1)

@@ -1,6 +1,7 @@
 """The worker's end of a stream, over loopback gRPC, against peers that misbehave."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -20,9 +21,21 @@ SECRET = "open sesame"
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
 
 
+class Watched(ToyEngine):
+    """A toy engine whose reset can be waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_reset = threading.Event()
+
+    def reset(self) -> None:
+        super().reset()
+        self.was_reset.set()
+
+
 @pytest.fixture
-def engine() -> ToyEngine:
-    return ToyEngine()
+def engine() -> Watched:
+    return Watched()
 
 
 @pytest.fixture
@@ -165,6 +178,14 @@ async def test_many_frames_in_one_payload_are_all_answered(address: str) -> None
             assert isinstance(payload, bytes)
             heard += unpack(payload)
         assert heard == [AuditReply(n, 8, 8, 0) for n in range(50)]
+
+
+async def test_a_peer_that_does_not_read_loses_the_session(address: str, engine: ToyEngine) -> None:
+    async with call_to(address) as call:
+        await hear(call)
+        await call.write(next(pack([Open(1, 1, (5,), GREEDY, credit=2**40)])))
+        assert await asyncio.to_thread(engine.was_reset.wait, WAIT_S), "before anything is read"
+        assert (await end_of(call)).startswith("ABORTED: outgoing queue full")
 
 
 async def test_stopping_the_server_ends_the_session() -> None:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from platformdirs import user_cache_path
 
 from services.tokenizer import Tokenizer, load_tokenizer
 from services.translate import Served
@@ -35,8 +34,5 @@ def served(tokenizer: Tokenizer) -> Served:
 
 
 @pytest.fixture(scope="session")
-def small_model() -> Tokenizer:
-    path = user_cache_path("paceline") / "models" / "smollm2-135m"
-    if not (path / "tokenizer.json").is_file():
-        pytest.skip("the small model is not here; fetch it with `paceline pull smollm2-135m`")
-    return load_tokenizer(path)
+def small_model(small_model_folder: Path) -> Tokenizer:
+    return load_tokenizer(small_model_folder)

@@ -59,6 +59,9 @@ drain_s = 30.0
 address = ""
 start_timeout_s = 120.0
 rank_timeout_s = 5.0
+recovery_s = 60
+inbox = 4096
+outbox = 4096
 """
 
 

@@ -1,12 +1,15 @@
 """What cannot work is refused by name, before anything is started."""
 
+import json
 import re
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from services.config import (
     ClusterConfig,
@@ -22,6 +25,17 @@ from services.preflight import check, memory_bytes
 from tests.unit.services.tiny_folder import byte_level_folder, sentencepiece_folder
 
 METHODS = ("small_model",)
+
+
+def with_weights(folder: Path) -> Path:
+    """The folder with one tensor of 16 bytes."""
+    save_file({"w": np.zeros(4, np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return with_weights(byte_level_folder(tmp_path_factory.mktemp("weighted")))
 
 
 @pytest.fixture
@@ -52,14 +66,48 @@ def test_a_good_configuration_gives_folders_and_tokenizer(good: Config, folder: 
     models = check(good, METHODS)
     assert (models.target, models.drafters) == (folder, (folder,))
     assert models.tokenizer.vocab_size > 256
-    assert models.weights_bytes == 0, "this folder has no weights"
+    assert models.weights_bytes == (folder / "model.safetensors").stat().st_size
 
 
 def test_weights_are_counted_once_per_folder(good: Config, folder: Path, tmp_path: Path) -> None:
-    other = byte_level_folder(tmp_path)
-    (other / "model.safetensors").write_bytes(bytes(10))
+    other = with_weights(byte_level_folder(tmp_path))
     config = replace(good, drafter=(DrafterConfig(path=str(other)),) * 2)
-    assert check(config, METHODS).weights_bytes == 10
+    each = check(good, METHODS).weights_bytes
+    assert check(config, METHODS).weights_bytes == 2 * each
+
+
+def cut(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
+def shard_that_is_missing(folder: Path) -> None:
+    index = {"weight_map": {"w": "model-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def index_that_is_none(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
+@pytest.mark.parametrize(
+    ("harm", "says"),
+    [
+        (cut, "cut short"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "lacks model.safetensors"),
+        (shard_that_is_missing, "lacks model-00001.safetensors"),
+        (index_that_is_none, "cut short or no safetensors"),
+    ],
+)
+def test_weights_that_are_missing_or_cut(
+    good: Config, tmp_path: Path, harm: Callable[[Path], None], says: str
+) -> None:
+    bad = with_weights(byte_level_folder(tmp_path))
+    harm(bad)
+    with pytest.raises(ConfigError, match=rf"model\.path: .*{re.escape(says)}"):
+        check(replace(good, model=ModelConfig(path=str(bad))), METHODS)
+    with pytest.raises(ConfigError, match=rf"drafter\.0\.path: .*{re.escape(says)}"):
+        check(replace(good, drafter=(DrafterConfig(path=str(bad)),)), METHODS)
 
 
 def test_a_model_that_is_not_there(good: Config) -> None:
@@ -97,6 +145,21 @@ def test_a_method_that_is_not_known(good: Config) -> None:
 def test_devices_and_shards_that_are_not_served(good: Config) -> None:
     refused(replace(good, target=TargetConfig(device="cuda", exact=True)), "target.exact: ")
     refused(replace(good, target=TargetConfig(tp=2)), "target.tp: ")
+
+
+def test_what_comes_with_a_later_release_is_refused_if_it_was_asked_for(good: Config) -> None:
+    later = "comes with a later release"
+    for sources in (("suffix",), ("lookup", "suffix")):
+        config = replace(good, speculation=SpeculationConfig(sources=sources))
+        refused(config, f"speculation.sources: suffix {later}")
+    lossy = SpeculationConfig(allow_lossy=True)
+    refused(replace(good, speculation=lossy), f"speculation.allow_lossy {later}")
+    for key, address in (("http", "127.0.0.1:8001"), ("metrics", "127.0.0.1:9401")):
+        server = replace(good.server, **{key: address})
+        refused(replace(good, server=server), f"server.{key} {later}")
+    defaults = ServerConfig()
+    server = replace(good.server, http=defaults.http, metrics=defaults.metrics)
+    check(replace(good, server=server), METHODS)
 
 
 @pytest.mark.parametrize("key", ["grpc", "health"])

@@ -23,7 +23,9 @@ from protos.messages import (
 )
 from protos.worker import ProtocolError
 from target_workers.engine import TargetEngine
+from target_workers.model.run import Run
 from target_workers.pages import Slots
+from target_workers.rows import Draws
 from tests.duo import audit, counts, step
 from tests.script_lm import ScriptForward, ScriptLM, Shape, ref_decode, script_target
 
@@ -240,16 +242,74 @@ def test_logits_that_are_not_finite_end_that_sequence_only() -> None:
     assert (sound.error, sound.next_token) == ("", LM.choose((1, 2)))
 
 
-def test_only_logits_on_the_walk_can_end_a_sequence() -> None:
-    right = ref_decode(LM, PROMPT, 2)
+def test_no_guess_ends_a_sequence() -> None:
+    """The broken guess spoils its whole run: that of the root, or a branch of its own."""
+    right = ref_decode(LM, PROMPT, 4)
     off, on = wrong(right[0]), right[1]
-    nodes = (TreeNode(-1, off), *(TreeNode(i, t) for i, t in ((-1, right[0]), (1, on))))
-    extend = Extend(1, 0, PROMPT, nodes)
-    opens = [StepOpen(1, PROMPT, GREEDY)]
-    (verdict,) = run(script_target(LM, broken=[off]), step(1, opens, [extend])).verdicts
-    assert (verdict.error, verdict.walk) == ("", (1, 2))
-    (verdict,) = run(script_target(LM, broken=[on]), step(1, opens, [extend])).verdicts
-    assert verdict.error == "the logits at position 6 are not finite"
+    trunk = (TreeNode(-1, off), *(TreeNode(i, t) for i, t in ((-1, right[0]), (1, on))))
+    opens = [StepOpen(1, PROMPT, GREEDY), StepOpen(2, (4, 4), GREEDY)]
+    for nodes, broken, walk in (
+        (trunk, off, ()),
+        ((trunk[1], trunk[0], TreeNode(0, on)), off, (0, 2)),
+        (trunk, on, ()),
+    ):
+        engine = script_target(LM, broken=[broken])
+        extends = [Extend(1, 0, PROMPT, nodes), Extend(2, 0, (4, 4))]
+        first, other = run(engine, step(1, opens, extends)).verdicts
+        assert (first.error, first.walk, first.next_token) == ("", walk, right[len(walk)])
+        assert other.next_token == LM.choose((4, 4))
+        assert counts(engine).get("bared", 0) == (not walk)
+        tail = tuple([*PROMPT, *right][5 + len(walk) : 6 + len(walk)])
+        extend = Extend(1, 5 + len(walk), tail, keep=walk)
+        (after,) = run(engine, step(2, [], [extend])).verdicts
+        assert after.next_token == right[len(walk) + 1]
+
+
+class Poisoned(ScriptForward):
+    """Raises while token 13 is among the rows, as a kernel does over an index it cannot take."""
+
+    def choose(self, runs: Sequence[Run], draws: Draws) -> tuple[list[int], list[bool]]:
+        if any(13 in run.tokens.tolist() for run in runs):
+            raise IndexError("planted")
+        return super().choose(runs, draws)
+
+
+def poisoned() -> TargetEngine:
+    return TargetEngine(SHAPE.hello("target", LM), Poisoned(LM, SHAPE.num_slots), lambda _: None)
+
+
+@pytest.mark.parametrize("poison", [(1, 13), (1, 13, 2, 2)])
+def test_an_extend_that_makes_the_forward_raise_ends_its_sequence_alone(
+    poison: tuple[int, ...],
+) -> None:
+    engine = poisoned()
+    prompts = {1: PROMPT, 2: poison, 3: (4, 4)}
+    opens = [StepOpen(seq, tokens, GREEDY) for seq, tokens in prompts.items()]
+    extends = [Extend(seq, 0, tokens[:2]) for seq, tokens in prompts.items()]
+    second, third = run(engine, step(1, opens, extends)).verdicts
+    assert (second.seq, second.error) == (2, "its forward failed: IndexError: planted")
+    assert (third.seq, third.next_token) == (3, LM.choose((4, 4)))
+    stepped = run(engine, step(2, [], [Extend(1, 2, PROMPT[2:])], [StepClose(2)]))
+    assert stepped.verdicts[0].next_token == LM.choose(PROMPT)
+    assert counts(engine)["failed_forwards"] == 2
+    assert audit(engine).held == (Held(1, 5, 2), Held(3, 2, 1))
+
+
+def test_a_guess_that_makes_the_forward_raise_is_dropped() -> None:
+    engine = poisoned()
+    (verdict,) = run(
+        engine, step(1, [StepOpen(1, PROMPT, GREEDY)], [Extend(1, 0, PROMPT, chain(13, 2))])
+    ).verdicts
+    assert (verdict.error, verdict.walk) == ("", ())
+    assert verdict.next_token == LM.choose(PROMPT)
+
+
+def test_pages_of_a_failed_forward_are_found_by_nobody() -> None:
+    engine = poisoned()
+    tokens = (1, 13, *[2] * 8)
+    run(engine, step(1, [StepOpen(1, tokens, GREEDY)], [Extend(1, 0, tokens)]))
+    run(engine, step(2, closes=[StepClose(1)]))
+    assert run(engine, step(3, [StepOpen(2, tokens, GREEDY)])).cached == (0,)
 
 
 def _inconsistent(next_token: int) -> Iterator[tuple[Extend, str]]:

@@ -7,6 +7,7 @@ import torch
 
 from target_workers.model.config import ModelConfig
 from target_workers.model.kv_cache import KVCache
+from target_workers.model.loading import DTYPES
 from tests.tiny import make_tiny_llama
 
 
@@ -55,7 +56,8 @@ def test_moving_nothing_changes_nothing(config: ModelConfig) -> None:
 
 
 def test_sizes_are_counted_in_bytes(config: ModelConfig) -> None:
-    per_slot = KVCache.bytes_per_slot(config, torch.bfloat16)
-    assert per_slot == 2 * 3 * 2 * 16 * 2
-    assert KVCache(config, 7, torch.bfloat16).bytes == 7 * per_slot
-    assert KVCache.within(config, 10 * per_slot + 1, torch.bfloat16).num_slots == 10
+    assert config.token_bytes("bf16") == 2 * 3 * 2 * 16 * 2
+    for name, dtype in DTYPES.items():
+        cache = KVCache(config, 7, dtype)
+        held = sum(cache.layer(i).nbytes for i in range(config.num_layers))
+        assert held == 7 * config.token_bytes(name)
