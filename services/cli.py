@@ -85,7 +85,7 @@ def generate(
 @app.command()
 def chat(
     server: Server = ADDRESS,
-    max_tokens: Tokens = 512,
+    max_tokens: Tokens = None,
     temperature: Temperature = None,
     seed: Seed = None,
     mode: Mode = None,
