@@ -148,8 +148,8 @@ def _print(results: Sequence[Result], different: Sequence[str], max_tokens: int)
     terminal.out.print(_machine(), f"at most {max_tokens} tokens each;")
     terminal.out.print(
         "the drafter here is the target itself: it shows the whole path at work and costs as much "
-        "as it saves; what is gained comes from prompt lookup and from drafting on a core of its "
-        "own. Every prompt was answered once before, so first tokens come from the prefix cache."
+        "as it saves; what is gained comes from prompt lookup. Every prompt was answered once "
+        "before, so first tokens come from the prefix cache."
     )
     verdict = "yes" if not different else f"NO: {', '.join(different)}"
     terminal.out.print(f"identical output: {verdict}")

@@ -91,6 +91,7 @@ class Prepared:
             path=str(self.models.drafters[seat.group]),
             method=METHODS[0] if drafter.method == "auto" else drafter.method,
             device=drafter.device,
+            exact=self.config.target.is_exact and drafter.device == "cpu",
             dtype=self.config.target.dtype,
             num_slots=self.cache_tokens,
             max_context=min(self.max_context, shape.max_context),
