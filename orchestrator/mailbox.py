@@ -2,7 +2,7 @@
 
 import asyncio
 
-from orchestrator.request import Delta, Update
+from orchestrator.request import Delta, Finished, FinishReason, Stats, Update
 
 
 class Mailbox:
@@ -22,6 +22,11 @@ class Mailbox:
         else:
             self._last = update
         self._filled.set()
+
+    def cut_off(self) -> None:
+        """The server cannot wait for the rest."""
+        why = "the server is shutting down; resume with the tokens you have"
+        self.put(Finished(FinishReason.UNAVAILABLE, Stats(), why))
 
     async def get(self) -> Update:
         """All new tokens, or when there are none, the last update."""

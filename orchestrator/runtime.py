@@ -100,12 +100,14 @@ class Runtime:
             await self._change()
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and wait until the running ones have ended, or the time is up."""
+        """Refuse new requests and wait for the running ones; when time is up, cut them off."""
         self.dispatch(Draining(self._now()))
         with suppress(TimeoutError, RuntimeFailed):
             async with asyncio.timeout(timeout_s):
                 while self._mailboxes:
                     await self._change()
+        for mailbox in self._mailboxes.values():
+            mailbox.cut_off()
 
     async def stop(self) -> None:
         """End every link and task; requests still running are told they were cut off."""

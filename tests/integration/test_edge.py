@@ -21,7 +21,7 @@ from protos.engine_thread import LinkLimits
 from protos.paceline.v1 import generation_pb2 as pb
 from services.client import Client, Options
 from services.config import ServerConfig
-from services.errors import Overloaded
+from services.errors import Overloaded, Unavailable
 from services.server import Server
 from services.text import make_stopper
 from services.tokenizer import load_tokenizer
@@ -160,3 +160,16 @@ async def test_a_stream_tells_its_usage_reason_and_speculation(edge: Edge) -> No
     stats = last.speculation
     assert stats.num_spec_steps + stats.num_accepted_draft_tokens == 30
     assert sum(stats.acceptance_histogram) == stats.num_spec_steps
+
+
+async def test_a_stream_that_outlasts_the_drain_is_told_to_resume(edge: Edge) -> None:
+    async with Client(edge.address) as client:
+        events = client.generate_stream("the cat", LONG)
+        await first_delta(events)
+        draining = asyncio.create_task(edge.runtime.drain(0.05))
+        with pytest.raises(Unavailable, match="resume") as cut:
+            async for _ in events:
+                pass
+        await draining
+    assert cut.value.retry_s > 0
+    await until(lambda: not list(edge.runtime.core.sequences))
