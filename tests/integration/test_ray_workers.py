@@ -37,6 +37,7 @@ FIRST_CORE = min(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     ray.init(
+        address="local",
         num_cpus=2,
         include_dashboard=False,
         object_store_memory=80 * 2**20,
