@@ -8,8 +8,6 @@ import torch
 
 from tests.tiny import make_tiny_llama
 
-SMALL_MODEL = Path.home() / ".cache/paceline/models/smollm2-135m"
-
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> Iterator[None]:
@@ -25,7 +23,5 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def small_model() -> Path:
-    if not (SMALL_MODEL / "config.json").is_file():
-        pytest.skip("the small model is not here: paceline pull smollm2-135m")
-    return SMALL_MODEL
+def small_model(small_model_folder: Path) -> Path:
+    return small_model_folder
