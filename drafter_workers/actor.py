@@ -1,5 +1,7 @@
 """The Ray actor around a drafter: starts it, says how it is, stops it. No step passes here."""
 
+import asyncio
+
 import ray
 
 from protos.host import Health, Place, Recipe, WorkerHost
@@ -19,6 +21,10 @@ class DrafterActor:
     async def describe(self) -> Health:
         """Its process and state; answers while it loads and computes."""
         return self._host.health()
+
+    async def until_end(self) -> None:
+        """For as long as its process lives: who awaits it learns of the end from Ray."""
+        await asyncio.Event().wait()
 
     async def stop(self) -> bool:
         """End the session and the engine; False if a piece of work does not end in time."""

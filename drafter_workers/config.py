@@ -45,7 +45,6 @@ class DrafterConfig:
     method: str = "small_model"
     device: str = "cpu"
     dtype: str = "bf16"
-    exact: bool = False
     num_slots: int = 65536
     max_rows: int = 512
     max_context: int = 8192

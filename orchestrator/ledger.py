@@ -1,7 +1,8 @@
 """The pages of one target as the orchestrator counts them. Pure arithmetic; the target owns them.
 
-Every sequence's table is counted in full. Pages that several tables hold are therefore counted
-more than once; by how many, the target's own figure says.
+Every sequence's table is counted in full, that of one opened with a parent too: the pages of the
+rows it found, the last of them perhaps a copy of its own. Pages that several tables hold are
+therefore counted more than once; by how many, the target's own figure says.
 """
 
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Ledger:
         self.closing = 0
 
     def land(self, free: int, found: int) -> str:
-        """The step has ended: what the target says, and how many pages its opens found cached.
+        """The step has ended: what the target says, and how many pages its opens began with.
 
         Why that cannot be, if it cannot.
         """

@@ -50,6 +50,8 @@ class LocalPort:
     A dead engine is built anew at the next connect. `nice` lowers its thread's priority.
     """
 
+    host = "127.0.0.1"
+
     def __init__(
         self, name: str, build: Callable[[], Engine], limits: LinkLimits, nice: int = 0
     ) -> None:

@@ -93,6 +93,7 @@ class StreamPort:
         self._secret = secret
         self._limits = limits
         self._stream: _Stream | None = None
+        self.host = ""  # where the worker was found last
 
     async def connect(self) -> None:
         """Open the link, again if need be. Raises WorkerLost."""
@@ -103,6 +104,7 @@ class StreamPort:
             try:
                 async with asyncio.timeout(self._limits.connect_s):
                     where = await self._locate()
+                    self.host = where.rpartition(":")[0]
                     self._stream = _Stream(where, self._secret, self._limits)
                     await self._stream.greet()
             except TimeoutError:

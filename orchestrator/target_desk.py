@@ -27,14 +27,14 @@ DROPPED = -1  # no step has this number: a target that is cut off gets none unti
 class Target:
     """A connected target: the step it is busy with, and the closes it has yet to be told.
 
-    `opening` are the sequences which that step does nothing but open.
+    `opening` are the sequences which that step does nothing but open, and how.
     """
 
     hello: Hello
     in_flight: int = 0
     sent_at: float = 0.0
     closes: list[StepClose] = field(default_factory=list)
-    opening: list[Sequence] = field(default_factory=list)
+    opening: list[tuple[Sequence, StepOpen]] = field(default_factory=list)
 
 
 class TargetDesk:
@@ -98,10 +98,10 @@ class TargetDesk:
                 self.drop(index, f"answers step {stepped.step}, which was never sent")
             return False
         ledger = self.capacity.ledgers[index]
-        if fault := _fault(target.opening, stepped, ledger):
+        if fault := _fault([opened for _, opened in target.opening], stepped, ledger):
             self.drop(index, f"step {stepped.step}: {fault}")
             return False
-        for seq, found in zip(target.opening, stepped.cached, strict=False):
+        for (seq, _), found in zip(target.opening, stepped.cached, strict=False):
             seq.take_up(found, ledger.pages(found))
             self._counters.cached_tokens += found
         target.opening.clear()
@@ -157,8 +157,8 @@ class TargetDesk:
         """A step that only opens: answered at once, it says where their first Extends start."""
         ledger = self.capacity.ledgers[index]
         ledger.start(sum(seq.pages for seq in runnable), 0)
-        self.targets[index].opening = new
         opens = tuple(self._opening(seq) for seq in new)
+        self.targets[index].opening = list(zip(new, opens, strict=True))
         for seq in new:
             seq.pages = ledger.pages(seq.frontier)  # at most, until the answer
         self._send(index, opens)
@@ -262,14 +262,17 @@ def _may_find(seq: Sequence, page_size: int) -> bool:
     return not seq.opened and seq.request.prefix_cache and seq.frontier > page_size
 
 
-def _fault(opening: Collection[Sequence], stepped: Stepped, ledger: Ledger) -> str:
+def _fault(opening: Collection[StepOpen], stepped: Stepped, ledger: Ledger) -> str:
     """Why a step cannot have ended like this, as far as pages go; ends it in the ledger."""
     size = ledger.page_size
     found = stepped.cached if opening else ()
-    whole = all(0 <= n < s.frontier and n % size == 0 for n, s in zip(found, opening, strict=False))
-    if len(found) != len(opening) or not whole:
+    likely = all(
+        0 <= n < len(opened.tokens) and (n % size == 0 or opened.parent >= 0)
+        for n, opened in zip(found, opening, strict=False)
+    )
+    if len(found) != len(opening) or not likely:
         return f"its opens cannot have found {stepped.cached} tokens"
-    wrong = ledger.land(stepped.free_pages, sum(found) // size)
+    wrong = ledger.land(stepped.free_pages, sum(map(ledger.pages, found)))
     # After an error nobody knows how far the target got.
     return "" if any(verdict.error for verdict in stepped.verdicts) else wrong
 

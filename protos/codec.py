@@ -32,6 +32,8 @@ TAGS: dict[int, type] = {
     9: messages.Stepped,
     10: messages.Audit,
     11: messages.AuditReply,
+    12: messages.Join,
+    13: messages.Joined,
 }
 
 

@@ -6,13 +6,14 @@ Messages are taken in order and before own work; every way a link can end has a 
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from protos.messages import Message
-from protos.worker import Engine, ProtocolError
+from protos.worker import GROUP_BROKEN, Engine, GroupBroken, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class EngineThread:
         self._inbox: deque[Message] = deque()
         self._link: Link | None = None
         self._closed = ""
+        self._since: float | None = None
         self.ready: Future[None] = Future()
         self.finished: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -118,6 +120,12 @@ class EngineThread:
                 return
             self._replace(None)
         link.ended(cause)
+
+    @property
+    def busy_s(self) -> float:
+        """How long the present piece of work has run; 0 between pieces."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
 
     @property
     def closed(self) -> bool:
@@ -181,6 +189,7 @@ class EngineThread:
 
     def _take(self, engine: Engine, link: Link, turn: _Turn, fresh: bool) -> bool:
         """One turn of `link`; True if the engine has no work of its own."""
+        self._since = time.monotonic()
         try:
             if fresh:
                 link.emit([engine.hello()])
@@ -191,9 +200,14 @@ class EngineThread:
             return answers is None
         except ProtocolError as error:
             link.end(f"protocol error: {error}")
+        except GroupBroken as error:
+            log.error("%s%s", GROUP_BROKEN, error)
+            link.end(f"{GROUP_BROKEN}{error}")
         except Exception as error:
             log.exception("the engine failed; its link ends")
             link.end(f"the engine failed: {_name(error)}")
+        finally:
+            self._since = None
         return True
 
 

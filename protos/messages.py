@@ -25,7 +25,8 @@ class Hello:
     """A worker's first frame: who it is and what it holds.
 
     `incarnation` is new at every start of the worker. `vocab_hash` identifies the tokenizer's
-    entries, `needs` what a drafter wants from the target ("nothing" or "features").
+    entries, `needs` what a drafter wants from the target ("nothing" or "features"), `group_port`
+    where a rank listens for the others (0: the worker is in one piece).
     """
 
     protocol: int
@@ -39,6 +40,7 @@ class Hello:
     num_pages: int
     max_rows: int
     needs: str = "nothing"
+    group_port: int = 0
 
 
 # Orchestrator to drafter
@@ -131,7 +133,9 @@ class StepOpen:
     """A sequence the shards must know from this step on, with its committed tokens.
 
     Without an Extend in the same step it takes what whole pages of its tokens are cached under its
-    salt, and its first Extend starts where they end. `prefix_cache` False: it takes and gives none.
+    salt (`prefix_cache` False: it takes and gives none), then what the open sequence `parent` has
+    computed of them (-1: there is none), to the row: of the last page it gets a copy if a page is
+    free. Its first Extend starts where that ends.
     """
 
     seq: int
@@ -140,6 +144,7 @@ class StepOpen:
     grammar: str = ""
     cache_salt: str = ""
     prefix_cache: bool = True
+    parent: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +194,16 @@ class Step:
     cores: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Form a group of ranks, which know each other by `key` and listen at `peers`, by rank."""
+
+    generation: int
+    rank: int
+    peers: tuple[str, ...]
+    key: str
+
+
 # Target (shard 0) to orchestrator
 
 
@@ -210,7 +225,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """What a step gave. `cached` has, per open, how many tokens the prefix cache already held.
+    """What a step gave. `cached` has, per open, how many tokens were found instead of computed.
 
     `free_pages` are those in no table after it, cached ones included. `forward_s` is the time of
     the forward, `idle_s` the worker's wait before this step.
@@ -222,6 +237,13 @@ class Stepped:
     free_pages: int
     forward_s: float
     idle_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """This rank is connected with all others of its group: the answer to Join."""
+
+    generation: int
 
 
 # Any worker
@@ -255,7 +277,8 @@ class Counter:
 class AuditReply:
     """A worker's account: free, cached and held pages make the total.
 
-    Cached pages are those in no table; `shared_pages` are what `held` counts more than once.
+    Cached pages are those in no table; `shared_pages` are what `held` counts more than once,
+    `tables_hash` is of the tables themselves.
     """
 
     nonce: int
@@ -265,10 +288,11 @@ class AuditReply:
     held: tuple[Held, ...] = ()
     counters: tuple[Counter, ...] = ()
     shared_pages: int = 0
+    tables_hash: int = 0
 
 
 ToDrafter = Open | Advance | Close | Audit
 FromDrafter = Hello | Grow | Need | Report | AuditReply
-ToTarget = Step | Audit
-FromTarget = Hello | Stepped | AuditReply
+ToTarget = Step | Audit | Join
+FromTarget = Hello | Stepped | AuditReply | Joined
 Message = ToDrafter | FromDrafter | ToTarget | FromTarget

@@ -20,5 +20,13 @@ class Engine(Protocol):
         """The link ended: end every sequence and free what it held."""
 
 
+# How the cause of a link's end begins if not this worker but its group failed.
+GROUP_BROKEN = "the group broke: "
+
+
+class GroupBroken(Exception):
+    """The ranks of a target cannot go on together; the message names the rank and what it did."""
+
+
 class ProtocolError(Exception):
     """A well-formed message that makes no sense here; the link is closed with this cause."""

@@ -24,11 +24,17 @@ from protos.host import Health, Place, Recipe
 from services.plan import Room
 from services.preflight import LaunchError
 
+log = logging.getLogger(__name__)
+
 # Ray's least; no tensor and no token travels through its store.
 STORE_BYTES = 80 * 2**20
 # A worker that dies more often than this is broken.
 MAX_RESTARTS = 100
 STOP_S = 10.0
+# Longer than any piece of work, whose link has ended before.
+STUCK_S = 30.0
+# Ray ends a process that hangs some seconds after it was told to.
+KILL_S = 20.0
 
 
 class WorkerActor(Protocol):
@@ -37,6 +43,8 @@ class WorkerActor(Protocol):
     async def start(self, secret: str) -> str: ...
 
     async def describe(self) -> Health: ...
+
+    async def until_end(self) -> None: ...
 
     async def stop(self) -> bool: ...
 
@@ -154,17 +162,27 @@ async def _wait_for_room(group: PlacementGroup, timeout_s: float) -> None:
 
 
 class Worker:
-    """One placed actor: it is found again after a restart."""
+    """One placed actor: it is found again after a restart.
 
-    def __init__(self, name: str, actor: ActorHandle[WorkerActor], secret: str) -> None:
+    It is looked for when its link has ended. If its process lives then and does not answer for
+    `silent_s`, or its engine is stuck in what it did for the link, it is restarted.
+    """
+
+    def __init__(
+        self, name: str, actor: ActorHandle[WorkerActor], secret: str, silent_s: float
+    ) -> None:
         self.name = name
         self._actor = actor
         self._secret = secret
+        self._silent_s = silent_s
+        self._life: asyncio.Task[None] | None = None
+        self._is_stopped = False
+        self._kill_again_at = 0.0
 
     async def start(self) -> None:
         """Until it has loaded. Raises LaunchError with the worker's own reason."""
         try:
-            await self._actor.start.remote(self._secret)
+            await self._start()
         except RayTaskError as error:
             raise LaunchError(f"{self.name} could not be started: {error.cause}") from error
         except RayActorError as error:
@@ -175,7 +193,8 @@ class Worker:
     async def locate(self) -> str:
         """Its present address. Raises WorkerLost."""
         try:
-            return str(await self._actor.start.remote(self._secret))
+            await self._end_if_stuck()
+            return await self._start()
         except RayTaskError as error:
             raise WorkerLost(f"{self.name} cannot load: {error.cause}") from error
         except RayActorError as error:
@@ -183,8 +202,50 @@ class Worker:
         except RayError as error:
             raise WorkerLost(f"{self.name} cannot be found: {error}") from error
 
+    async def _start(self) -> str:
+        address = str(await self._actor.start.remote(self._secret))
+        if not self._is_stopped and (self._life is None or self._life.done()):
+            self._life = asyncio.create_task(self._live())
+        return address
+
+    async def _live(self) -> None:
+        """For as long as its process lives, and then say why it ended."""
+        logs = "Ray's logs may say more"
+        try:
+            health: Health = await self._actor.describe.remote()
+            logs = f"worker-*-{health.pid}.err of Ray's logs is its own"
+            await self._actor.until_end.remote()
+        except RayError as error:
+            why = f"{type(error).__name__}: {error}"
+            log.error("the process of %s has ended; %s (%s)", self.name, logs, why)
+
+    async def _end_if_stuck(self) -> None:
+        """A process that lives, as far as Ray knows, and is of no use is in the way."""
+        if self._life is None or self._life.done():
+            return
+        try:
+            health: Health = await asyncio.wait_for(self._actor.describe.remote(), self._silent_s)
+        except TimeoutError:
+            self._kill("does not answer")
+        else:
+            if health.busy_s > STUCK_S:
+                self._kill(f"has been at one piece of work for {health.busy_s:.0f} s")
+
+    def _kill(self, why: str) -> None:
+        """End its process, so that Ray starts another. Raises WorkerLost."""
+        now = asyncio.get_running_loop().time()
+        if now >= self._kill_again_at:
+            # Once is enough for one process: a second time it might be the next one.
+            self._kill_again_at = now + KILL_S
+            log.error("%s %s; its process is killed to be restarted", self.name, why)
+            ray.kill(self._actor, no_restart=False)
+        raise WorkerLost(f"{self.name} {why} and is restarted")
+
     async def stop(self) -> None:
         """End its session and engine; the process ends with the room it has."""
+        self._is_stopped = True
+        if self._life is not None:
+            self._life.cancel()
         with suppress(RayError, TimeoutError):
             await asyncio.wait_for(self._actor.stop.remote(), STOP_S)
 
@@ -192,9 +253,10 @@ class Worker:
 class Placer:
     """Puts actors into the bundles of a group, in order; all share one secret."""
 
-    def __init__(self, group: PlacementGroup, secret: str) -> None:
+    def __init__(self, group: PlacementGroup, secret: str, silent_s: float) -> None:
         self._group = group
         self._secret = secret
+        self._silent_s = silent_s
         self._next = 0
 
     def place(self, actor: type, name: str, recipe: Recipe, place: Place) -> Worker:
@@ -209,4 +271,5 @@ class Placer:
             "scheduling_strategy": strategy,
         }
         placed: object = ray.remote(actor).options(**options).remote(recipe, place)
-        return Worker(name, cast(ActorHandle[WorkerActor], placed), self._secret)
+        handle = cast(ActorHandle[WorkerActor], placed)
+        return Worker(name, handle, self._secret, self._silent_s)

@@ -37,18 +37,27 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class TargetConfig:
-    """Where and how the target runs. Empty `cores`: all of this process's."""
+    """Where and how the target runs. Empty `cores`: all of this process's.
+
+    `kv_dtype` is what keys and values are kept as (empty: as `dtype`), in `num_pages` pages of
+    `page_size` tokens (0: enough for all sequences, or what fits); `weight_dtype` what matrices
+    are kept as, which with int8 is a smaller and another model.
+    """
 
     device: Device = "cpu"
     tp: int = 1
     dtype: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
+    kv_dtype: Literal["", "fp32", "bf16", "int8"] = ""
+    weight_dtype: Literal["", "int8"] = ""
     exact: bool | None = None
     page_size: int = 16
+    num_pages: int = 0
     cores: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _at_least(1, self.tp, "target.tp")
         _at_least(1, self.page_size, "target.page_size")
+        _at_least(0, self.num_pages, "target.num_pages")
         _check_cores(self.cores, "target.cores")
 
     @property

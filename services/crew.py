@@ -9,17 +9,19 @@ from dataclasses import dataclass
 
 from orchestrator.local_port import LocalPort
 from orchestrator.ports import WorkerLost, WorkerPort
+from orchestrator.sharded_port import ShardedPort
 from orchestrator.stream_port import StreamPort
 from protos.engine_thread import LinkLimits
-from protos.host import SWITCH_INTERVAL_S, Place, Recipe, calm_openmp
+from protos.host import LOOPBACK, SWITCH_INTERVAL_S, Place, Recipe, tune_libraries
 from services.cluster import Placer, Worker, ray_running, reserved
 from services.config import ClusterConfig
 from services.plan import Room, Seat
 from services.preflight import LaunchError
 
-LOOPBACK = "127.0.0.1"
 # A drafter beside the orchestrator gives way to it and to the target.
 IN_PROCESS_NICE = 10
+# How much longer than for each other ranks get to form a group.
+FORM_S = 2.0
 
 Say = Callable[[str], object]
 
@@ -53,7 +55,7 @@ async def muster(
     await stack.enter_async_context(running)
     room = reserved(rooms, cluster.start_timeout_s, here=not cluster.address)
     secret = secrets.token_hex(32)
-    placer = Placer(await stack.enter_async_context(room), secret)
+    placer = Placer(await stack.enter_async_context(room), secret, limits.connect_s / 2)
     host = "" if cluster.address else LOOPBACK
     workers = {
         m.seat: placer.place(m.actor, m.seat.name, m.recipe, Place(m.seat.cores, limits, host))
@@ -76,6 +78,17 @@ async def muster(
         ) from None
 
 
+def as_one(name: str, ranks: Sequence[WorkerPort | None], cluster: ClusterConfig) -> WorkerPort:
+    """One port over those of a target's ranks, all of them required."""
+    ports = [port for port in ranks if port is not None]
+    assert len(ports) == len(ranks), "every rank is required"
+    if len(ports) == 1:
+        return ports[0]
+    placed = [port for port in ports if isinstance(port, StreamPort)]
+    assert len(placed) == len(ports), "every rank is a process"
+    return ShardedPort(name, placed, cluster.rank_timeout_s + FORM_S)
+
+
 async def _join(
     member: Member, worker: Worker, secret: str, limits: LinkLimits, say: Say
 ) -> WorkerPort | None:
@@ -95,7 +108,7 @@ async def _host(
 ) -> WorkerPort | None:
     """Load a worker in this process, in a thread that gives way to the others."""
     say(f"{member.seat.name}: loading in the orchestrator's process, on its core")
-    calm_openmp(1)
+    tune_libraries(1)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     port = LocalPort(member.seat.name, member.recipe.build, limits, IN_PROCESS_NICE)
     stack.push_async_callback(port.stop)

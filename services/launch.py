@@ -8,7 +8,7 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,22 +17,24 @@ from pathlib import Path
 import drafter_workers.config
 import target_workers.config
 from drafter_workers.config import GrowthConfig
-from orchestrator.config import CoreConfig
 from orchestrator.core import Core
 from orchestrator.k_policy import FixedK
 from orchestrator.ports import WorkerPort
-from orchestrator.request import Mode
 from orchestrator.runtime import Runtime
-from protos.host import Recipe, pin
-from services.config import Config
+from protos.host import LOOPBACK, Recipe, own_cores, pin
+from services.config import Config, TargetConfig
+from services.decisions import decisions
 from services.errors import ConfigError
 from services.lifecycle import until_signal, watched
-from services.plan import Plan, Room, Seat, cache_tokens, share_out, tokens_per_sequence
+from services.memory_plan import Demand, Holder, MemoryPlan, plan_memory
+from services.plan import Plan, Room, Seat, core_config, share_out
 from services.preflight import LaunchError, Models, check, memory_bytes
 from services.server import Server
 from services.text import make_stopper
 from services.translate import Served
 from target_workers.model.config import ModelConfig, ModelError
+from target_workers.model.footprint import Footprint
+from target_workers.model.shard import Shard, described, local_config, portion
 
 Say = Callable[[str], object]
 
@@ -44,34 +46,40 @@ OPTIONAL_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A checked configuration and what it leaves open: seats, and the size of every cache."""
+    """A checked configuration and what it leaves open: seats, and what memory is for."""
 
     config: Config
     models: Models
     shapes: tuple[ModelConfig, ...]
     plan: Plan
     max_context: int
-    cache_tokens: int
+    memory: MemoryPlan
 
     def recipe(self, seat: Seat) -> Recipe:
         """How the seat's engine is built, in its own process or here."""
-        name, settings = self._target() if seat == self.plan.target else self._drafter(seat)
+        is_target = seat in self.plan.target_seats
+        name, settings = self._target(seat) if is_target else self._drafter(seat)
         vocab_hash = self.models.tokenizer.vocab_hash
         return Recipe(name, {"config": settings, "vocab_hash": vocab_hash})
 
-    def _target(self) -> tuple[str, object]:
-        target = self.config.target
+    def _target(self, seat: Seat) -> tuple[str, object]:
+        target, cluster = self.config.target, self.config.cluster
         return "target_workers.forward:load_target", target_workers.config.TargetConfig(
             path=str(self.models.target),
             device=target.device,
             dtype=target.dtype,
+            kv_dtype=target.kv_dtype,
+            weight_dtype=target.weight_dtype,
             exact=target.is_exact,
             page_size=target.page_size,
-            num_pages=self.cache_tokens // target.page_size,
+            num_pages=self.memory.num_pages,
             max_rows=self.config.limits.step_rows,
             max_context=self.max_context,
             vocab_size=self.models.tokenizer.vocab_size,
             threads=tuple(sorted({self.plan.cores_alone, self.plan.cores_shared} - {0})),
+            shard=Shard(seat.rank, target.tp),
+            host="" if cluster.address else LOOPBACK,
+            rank_timeout_s=cluster.rank_timeout_s,
         )
 
     @property
@@ -91,9 +99,8 @@ class Prepared:
             path=str(self.models.drafters[seat.group]),
             method=METHODS[0] if drafter.method == "auto" else drafter.method,
             device=drafter.device,
-            exact=self.config.target.is_exact and drafter.device == "cpu",
             dtype=self.config.target.dtype,
-            num_slots=self.cache_tokens,
+            num_slots=self.memory.tokens,
             max_context=min(self.max_context, shape.max_context),
             vocab_size=min(
                 shape.vocab_size, self.shapes[0].vocab_size, self.models.tokenizer.vocab_size
@@ -117,15 +124,40 @@ def prepare(config: Config) -> Prepared:
     models = check(config, METHODS)
     here = not config.cluster.address
     shapes = tuple(_shape(folder) for folder in (models.target, *models.drafters))
-    plan = share_out(config, _own_cores() if here else ())
+    plan = share_out(config, own_cores() if here else ())
     max_context = min(config.limits.max_context, shapes[0].max_context)
-    each = tokens_per_sequence(config, max_context)
-    tokens = config.limits.max_sequences * each
-    if here:
-        holders = [shapes[0], *(shapes[1 + seat.group] for seat in plan.drafters)]
-        token_bytes = sum(shape.token_bytes(config.target.dtype) for shape in holders)
-        tokens = cache_tokens(tokens, each, token_bytes, memory_bytes() - models.weights_bytes)
-    return Prepared(config, models, shapes, plan, max_context, tokens)
+    holders, demand = _holders(config, plan, shapes), Demand.of(config, max_context)
+    memory = plan_memory(holders, demand, memory_bytes() if here else None)
+    return Prepared(config, models, shapes, plan, max_context, memory)
+
+
+def _holders(config: Config, plan: Plan, shapes: Sequence[ModelConfig]) -> list[Holder]:
+    """Who keeps what: every rank of the target its part, every drafter its model."""
+    target, holders = config.target, []
+    for seat in plan.target_seats:
+        footprint = _rank_footprint(target, shapes[0], seat.rank)
+        holders.append(Holder(seat.name, footprint, target=True, shared=target.device == "cpu"))
+    for seat in plan.drafters:
+        on_cpu = config.drafter[seat.group].device == "cpu"
+        footprint = Footprint(shapes[1 + seat.group], target.dtype, on_cpu=on_cpu)
+        holders.append(Holder(seat.name, footprint, shared=on_cpu))
+    return holders
+
+
+def _rank_footprint(target: TargetConfig, shape: ModelConfig, rank: int) -> Footprint:
+    shard = Shard(rank, target.tp)
+    try:
+        part, head_rows = local_config(shape, shard), len(portion(shape, shard).vocab)
+    except ModelError as error:
+        raise ConfigError(f"target.tp: {error}") from error
+    return Footprint(
+        part,
+        target.dtype,
+        target.kv_dtype,
+        head_rows,
+        weight_dtype=target.weight_dtype,
+        on_cpu=target.device == "cpu",
+    )
 
 
 @asynccontextmanager
@@ -137,7 +169,7 @@ async def launched(config: Config, say: Say) -> AsyncIterator[Service]:
     """
     began = asyncio.get_running_loop().time()
     prepared = await asyncio.to_thread(prepare, config)
-    for line in _decisions(prepared):
+    for line in (*decisions(config, prepared.plan, prepared.memory), *_parts(prepared)):
         say(line)
     async with AsyncExitStack() as stack:
         target, drafters = await _start_workers(prepared, stack, say)
@@ -181,26 +213,23 @@ async def _start_workers(
     """The ports of the target and of the drafters that could be loaded."""
     _guard_ray(prepared.config.cluster.address)
     from drafter_workers.actor import DrafterActor
-    from services.crew import Member, muster
+    from services.crew import Member, as_one, muster
     from target_workers.actor import TargetActor
 
     plan, recipe = prepared.plan, prepared.recipe
-    target_room = _room(max(1, plan.cores_shared), prepared.config.target.device)
-    crew = [Member(plan.target, TargetActor, recipe(plan.target), True, target_room)]
+    target_room = Room.on(max(1, plan.cores_shared), prepared.config.target.device)
+    crew = [Member(i, TargetActor, recipe(i), True, target_room) for i in plan.target_seats]
     for seat in plan.drafters:
         drafter = prepared.config.drafter[seat.group]
-        room = _room(max(1, len(seat.cores)), drafter.device)
+        room = Room.on(max(1, len(seat.cores)), drafter.device)
         crew.append(Member(seat, DrafterActor, recipe(seat), drafter.required, room))
-    target, *drafters = await muster(crew, prepared.config.cluster, stack, say)
-    assert target is not None, "the target is required"
+    ports = await muster(crew, prepared.config.cluster, stack, say)
+    ranks, drafters = ports[: len(plan.target_seats)], ports[len(plan.target_seats) :]
+    target = as_one(plan.target.name, ranks, prepared.config.cluster)
     if plan.own:
-        stack.callback(pin, tuple(_own_cores()))
+        stack.callback(pin, tuple(own_cores()))
         pin(plan.own)
     return target, [port for port in drafters if port is not None]
-
-
-def _room(num_cpus: int, device: str) -> Room:
-    return Room(num_cpus, num_gpus=int(device == "cuda"))
 
 
 def _guard_ray(address: str) -> None:
@@ -212,27 +241,9 @@ def _guard_ray(address: str) -> None:
 
 
 def _core(prepared: Prepared) -> Core:
-    config, plan = prepared.config, prepared.plan
-    speculation = config.speculation
-    settings = CoreConfig(
-        max_sequences=config.limits.max_sequences,
-        max_queue=config.limits.max_queue,
-        max_context=prepared.max_context,
-        max_request_s=config.limits.max_request_s,
-        step_rows=config.limits.step_rows,
-        mode=Mode(speculation.mode),
-        k=speculation.fixed_k,
-        shape="tree" if speculation.shape == "tree" else "chain",
-        credit=speculation.credit,
-        patience_s=speculation.patience_s,
-        sync_patience_s=speculation.sync_patience_s,
-        lookup="lookup" in speculation.sources,
-        recovery_s=config.cluster.waits_s,
-        cores_alone=plan.cores_alone,
-        cores_shared=plan.cores_shared,
-    )
+    settings = core_config(prepared.config, prepared.plan, prepared.max_context)
     stopper = partial(make_stopper, prepared.models.tokenizer)
-    return Core(settings, FixedK(speculation.fixed_k), stopper)
+    return Core(settings, FixedK(prepared.config.speculation.fixed_k), stopper)
 
 
 def _served(prepared: Prepared, runtime: Runtime) -> Served:
@@ -254,28 +265,10 @@ async def _wait_ready(runtime: Runtime, prepared: Prepared) -> None:
         await runtime.wait_ready(OPTIONAL_S)
 
 
-def _decisions(prepared: Prepared) -> list[str]:
-    """What was decided that the configuration left open."""
-    config, plan = prepared.config, prepared.plan
-    lines = []
-    if prepared.max_context < config.limits.max_context:
-        lines.append(f"context: {prepared.max_context} tokens, the most this model takes")
-    later = {
-        "source suffix": "suffix" in config.speculation.sources,
-        "server.http": config.server.http,
-        "server.metrics": config.server.metrics,
-    }
-    if any(later.values()):
-        lines.append(
-            f"not in this release yet: {', '.join(k for k, is_on in later.items() if is_on)}"
-        )
-    if config.speculation.k == "auto":
-        lines.append(f"guesses per verification: {config.speculation.fixed_k}")
-    if config.speculation.shape == "auto":
-        lines.append("shape of drafts: chain")
-    if any(seat.in_process for seat in plan.drafters):
-        lines.append("one core for target and drafter: the drafter shares this process")
-    return lines
+def _parts(prepared: Prepared) -> list[str]:
+    """What each rank of the target holds, where there are several."""
+    shards = [(seat, Shard(seat.rank, len(prepared.plan.ranks))) for seat in prepared.plan.ranks]
+    return [f"{seat.name} holds {described(prepared.shapes[0], shard)}" for seat, shard in shards]
 
 
 def _shape(folder: Path) -> ModelConfig:
@@ -283,11 +276,6 @@ def _shape(folder: Path) -> ModelConfig:
         return ModelConfig.from_folder(folder)
     except ModelError as error:
         raise ConfigError(f"{folder}: {error}") from error
-
-
-def _own_cores() -> list[int]:
-    """The cores this process may use; none where that cannot be told."""
-    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
 
 
 def _address(configured: str, port: int) -> str:

@@ -1,13 +1,14 @@
 """Which worker computes where, and how much each may hold. Pure: the machine comes as numbers."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
+from orchestrator.config import CoreConfig
+from orchestrator.request import Mode
 from services.config import MAX_K, Config
 from services.errors import ConfigError
 
-# Of the memory that the weights leave: the rest is for activations and the system.
-CACHE_SHARE = 0.5
 # Of the cores: what the drafters get together, where there are enough of them.
 DRAFTERS_SHARE = 4
 
@@ -18,6 +19,11 @@ class Room:
 
     num_cpus: int
     num_gpus: int = 0
+
+    @classmethod
+    def on(cls, num_cpus: int, device: str) -> Self:
+        """A worker's on a device: a GPU to itself, if it is one."""
+        return cls(num_cpus, num_gpus=int(device == "cuda"))
 
     @property
     def bundle(self) -> dict[str, float]:
@@ -30,20 +36,24 @@ class Room:
 class Seat:
     """Where a worker computes: a process of its own on `cores` (none: any), or the orchestrator's.
 
-    `group` is the index of its [[drafter]] in the configuration.
+    `group` is the index of its [[drafter]] in the configuration, `rank` that of a part of the
+    target.
     """
 
     name: str
     cores: tuple[int, ...] = ()
     in_process: bool = False
     group: int = 0
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Every worker's seat. The target may use all its cores while no drafter works (`cores_alone`).
 
-    `own` are the cores of the orchestrator: the target's, which rests while the orchestrator works.
+    A target in several pieces has a seat in `ranks` for each, which share out its cores; the
+    numbers are then those of one rank. `own` are the cores of the orchestrator: the target's, which
+    rests while the orchestrator works.
     """
 
     target: Seat
@@ -51,11 +61,17 @@ class Plan:
     cores_alone: int = 0
     cores_shared: int = 0
     own: tuple[int, ...] = ()
+    ranks: tuple[Seat, ...] = ()
+
+    @property
+    def target_seats(self) -> tuple[Seat, ...]:
+        """The processes of the target, the first rank's first."""
+        return self.ranks or (self.target,)
 
     @property
     def processes(self) -> tuple[Seat, ...]:
         """The seats that are processes of their own, the target's first."""
-        return (self.target, *(seat for seat in self.drafters if not seat.in_process))
+        return (*self.target_seats, *(seat for seat in self.drafters if not seat.in_process))
 
 
 def share_out(config: Config, cores: Sequence[int]) -> Plan:
@@ -68,29 +84,43 @@ def share_out(config: Config, cores: Sequence[int]) -> Plan:
     seats = tuple(_drafters(config, cores))
     taken = {core for seat in seats for core in seat.cores}
     rest = tuple(core for core in target if core not in taken) or target[:1]
-    return Plan(
+    plan = Plan(
         Seat("target", target),
         seats,
         cores_alone=len(target),
         cores_shared=len(rest),
         own=rest if cores else (),
     )
+    return plan if config.target.tp == 1 else _split(plan, config.target.tp, rest)
 
 
-def cache_tokens(wanted: int, needed: int, token_bytes: int, free_bytes: int) -> int:
-    """Tokens a cache may hold: those `wanted`, or what fits. Raises ConfigError below `needed`."""
-    fitting = max(0, int(CACHE_SHARE * free_bytes)) // token_bytes
-    if fitting < needed:
-        raise ConfigError(
-            f"limits.max_context: a cache of {needed} tokens takes {needed * token_bytes >> 20} MiB"
-            f" and {max(0, free_bytes) >> 20} MiB are left beside the weights; lower it"
-        )
-    return min(wanted, fitting)
+def _split(plan: Plan, tp: int, rest: tuple[int, ...]) -> Plan:
+    """The plan with the target's cores shared out to its ranks, at least one to each.
+
+    Every rank gets as many of `rest`, which no drafter uses, if there are enough.
+    """
+    cores = plan.target.cores
+    shared = tuple(core for core in cores if core not in rest)
+    parts = [_piece(rest, tp, i) + _piece(shared, tp, i) for i in range(tp)]
+    if len(rest) < tp:
+        parts = [_piece((*rest, *shared), tp, i) for i in range(tp)]
+    if 0 < len(cores) < tp:
+        parts = [(cores[i % len(cores)],) for i in range(tp)]
+    seats = tuple(Seat(f"target rank {i}", part, rank=i) for i, part in enumerate(parts))
+    alone = min(map(len, parts))
+    return replace(
+        plan, ranks=seats, cores_alone=alone, cores_shared=min(alone, -(-len(rest) // tp))
+    )
 
 
-def tokens_per_sequence(config: Config, max_context: int) -> int:
-    """The most cache rows one sequence may take at a worker, its guesses included."""
-    return max_context + max(MAX_K, config.speculation.credit)
+def _piece(cores: tuple[int, ...], pieces: int, index: int) -> tuple[int, ...]:
+    """Neighbouring cores, about as many for each of so many pieces."""
+    return cores[len(cores) * index // pieces : len(cores) * (index + 1) // pieces]
+
+
+def guesses_per_sequence(config: Config) -> int:
+    """The most cache rows that guesses of one sequence may take at a worker."""
+    return max(MAX_K, config.speculation.credit)
 
 
 def _drafters(config: Config, cores: Sequence[int]) -> list[Seat]:
@@ -131,3 +161,25 @@ def _check_cores(config: Config, cores: Sequence[int]) -> None:
         missing = sorted(set(chosen) - set(cores)) if cores else []
         if missing:
             raise ConfigError(f"{key}: this process has no core {missing[0]}, only {list(cores)}")
+
+
+def core_config(config: Config, plan: Plan, max_context: int) -> CoreConfig:
+    """What the orchestrator's core is configured with."""
+    speculation = config.speculation
+    return CoreConfig(
+        max_sequences=config.limits.max_sequences,
+        max_queue=config.limits.max_queue,
+        max_context=max_context,
+        max_request_s=config.limits.max_request_s,
+        step_rows=config.limits.step_rows,
+        mode=Mode(speculation.mode),
+        k=speculation.fixed_k,
+        shape="tree" if speculation.shape == "tree" else "chain",
+        credit=speculation.credit,
+        patience_s=speculation.patience_s,
+        sync_patience_s=speculation.sync_patience_s,
+        lookup="lookup" in speculation.sources,
+        recovery_s=config.cluster.waits_s,
+        cores_alone=plan.cores_alone,
+        cores_shared=plan.cores_shared,
+    )

@@ -29,12 +29,6 @@ class Models:
     drafters: tuple[Path, ...]
     tokenizer: Tokenizer
 
-    @property
-    def weights_bytes(self) -> int:
-        """The size of all weights, every folder once."""
-        folders = {self.target, *self.drafters}
-        return sum(f.stat().st_size for folder in folders for f in folder.glob("*.safetensors"))
-
 
 def check(config: Config, methods: tuple[str, ...]) -> Models:
     """Everything that can be told without a model's code. Raises ConfigError."""
@@ -65,8 +59,6 @@ def memory_bytes() -> int:
 def _check_supported(config: Config, methods: tuple[str, ...]) -> None:
     if config.target.device == "cuda" and config.target.is_exact:
         raise ConfigError("target.exact: exact mode is for CPUs so far; set it to false on cuda")
-    if config.target.tp != 1:
-        raise ConfigError("target.tp: this release runs the target in one piece; set it to 1")
     _check_later(config)
     for index, drafter in enumerate(config.drafter):
         if drafter.method not in ("auto", *methods):

@@ -5,6 +5,7 @@ every page is accounted for. A fault of one sequence never touches another.
 """
 
 import time
+import zlib
 from collections import Counter as Tally
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -19,6 +20,8 @@ from protos.messages import (
     Extend,
     Held,
     Hello,
+    Join,
+    Joined,
     Message,
     Step,
     StepClose,
@@ -29,6 +32,7 @@ from protos.messages import (
 from protos.worker import ProtocolError
 from target_workers.acceptance import depths, tree_error
 from target_workers.pages import Pages, Slots
+from target_workers.peers import ALONE, Peers
 from target_workers.prefix_cache import Prefix
 from target_workers.runner import Drawn, Forward, Job, Runner
 from target_workers.sequence import Sequence
@@ -43,11 +47,13 @@ class TargetEngine:
         forward: Forward,
         set_cores: Callable[[int], None],
         clock: Callable[[], float] = time.perf_counter,
+        peers: Peers = ALONE,
     ) -> None:
         self._hello = hello
         self._forward = forward
         self._set_cores = set_cores
         self._clock = clock
+        self._peers = peers
         self._counts: Tally[str] = Tally()
         self._runner = Runner(forward, self._counts)
         self._cores = 0
@@ -57,6 +63,7 @@ class TargetEngine:
         return self._hello
 
     def reset(self) -> None:
+        self._peers.leave()
         self._pages = Pages(self._hello.num_pages, self._hello.page_size)
         self._sequences: dict[int, Sequence] = {}
         self._last_step = -1
@@ -68,9 +75,14 @@ class TargetEngine:
     def handle(self, message: Message) -> list[Message]:
         match message:
             case Step():
-                return [self._step(message)]
+                stepped = self._step(message)
+                self._peers.answered(stepped)
+                return [stepped] if self._peers.is_first else []
             case Audit():
                 return [self._audit(message)]
+            case Join():
+                self._peers.join(message)
+                return [Joined(message.generation)]
         raise ProtocolError(f"a target takes no {type(message).__name__}")
 
     def _step(self, step: Step) -> Stepped:
@@ -85,8 +97,10 @@ class TargetEngine:
         self._keep([(extend.seq, extend.keep) for extend in sound])
         for extend in sound:
             errors[extend.seq] = self._allocate(extend)
+        fitting = [extend for extend in sound if not errors[extend.seq]]
         started = self._clock()
-        verdicts = self._compute([e for e in sound if not errors[e.seq]])
+        self._peers.agree(step.step, step.row_hash, len(fitting), self._pages.free)
+        verdicts = self._compute(fitting)
         self._rested = self._clock()
         verdicts |= {e.seq: _failed(e, errors[e.seq]) for e in step.extends if errors[e.seq]}
         self._counts.update(steps=1, errors=sum(bool(v.error) for v in verdicts.values()))
@@ -119,7 +133,7 @@ class TargetEngine:
 
     def _open(self, opened: StepOpen, *, is_alone: bool) -> int:
         """Know a sequence; how many of its tokens are cached. One that comes with an Extend takes
-        nothing from the cache: its Extend starts at 0."""
+        nothing from the cache nor a parent: its Extend starts at 0."""
         if opened.seq in self._sequences:
             raise ProtocolError(f"sequence {opened.seq} is open already")
         size = self._hello.page_size
@@ -128,8 +142,19 @@ class TargetEngine:
         self._sequences[opened.seq] = seq
         keys = seq.wanted_keys() if is_alone else ()
         seq.cached = self._pages.open(opened.seq, keys) * size
+        if is_alone:
+            self._fork(opened.seq, opened.parent)
         self._counts.update(opened=len(opened.tokens), found=seq.cached)
         return seq.cached
+
+    def _fork(self, id_: int, parent: int) -> None:
+        """Go on from the cached rows with those that a parent, if it is open, has in common."""
+        seq, other = self._sequences[id_], self._sequences.get(parent)
+        rows = 0 if other is None else seq.common_rows(other)
+        if rows > seq.cached:
+            seq.cached, source, target = self._pages.fork(id_, parent, rows)
+            if len(source):
+                self._forward.move(source, target)
 
     def _close(self, closed: StepClose) -> None:
         seq = self._sequences.get(closed.seq)
@@ -212,7 +237,7 @@ class TargetEngine:
         """Commit what one Extend led to."""
         seq = self._sequences[extend.seq]
         if drawn.error:
-            seq.prefix = None  # nobody else shall compute with these rows
+            seq.prefix, seq.sound = None, False  # nobody else shall compute with these rows
             return _failed(extend, drawn.error)
         seq.commit(drawn.walk, drawn.next_token)
         self._counts.update(verdicts=1, nodes=len(extend.nodes), accepted=len(drawn.walk))
@@ -221,15 +246,24 @@ class TargetEngine:
 
     def _audit(self, audit: Audit) -> AuditReply:
         self._pages.check()
+        self._pages.check_rows({seq: state.cached for seq, state in self._sequences.items()})
         held = tuple(
             Held(seq, state.cached, self._pages.held(seq))
             for seq, state in sorted(self._sequences.items())
         )
-        counters = tuple(Counter(name, value) for name, value in sorted(self._counts.items()))
+        counts = {**self._counts, **self._peers.counts}
+        counters = tuple(Counter(name, value) for name, value in sorted(counts.items()))
         pages = self._pages
         unused = pages.free - pages.cached
         return AuditReply(
-            audit.nonce, pages.total, unused, pages.cached, held, counters, pages.shared
+            audit.nonce,
+            pages.total,
+            unused,
+            pages.cached,
+            held,
+            counters,
+            pages.shared,
+            tables_hash=zlib.crc32(b"".join(pages.slots(seq.seq).tobytes() for seq in held)),
         )
 
 

@@ -2,12 +2,13 @@
 
 Invariant: every page is free, cached and in no table, or in as many tables as it has references.
 Allocation is a function of the calls alone (the lowest free page first, then the cached one least
-recently used), so every shard that makes the same calls has the same tables.
+recently used), so every shard that makes the same calls has the same tables. Of a model with a
+sliding window the pages before the window stay held: other sequences may yet begin with them.
 """
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -77,6 +78,22 @@ class Pages:
         table.slots = self._slots_of(table.pages)
         return table.entered
 
+    def fork(self, seq: int, parent: int, rows: int) -> tuple[int, Slots, Slots]:
+        """Let a new sequence begin with `rows` rows of another: whole pages are held by both.
+
+        How many rows it got, and the slots from which and to which the last of them must be copied.
+        The copy takes a page; if none is free, it got whole pages only.
+        """
+        table, pages = self._tables[seq], self._tables[parent].pages
+        for page in pages[len(table.pages) : rows // self.page_size]:
+            self._references[page] += 1
+            table.pages.append(page)
+        table.slots = self._slots_of(table.pages)
+        start = len(table.slots)
+        if not self.grow(seq, rows):
+            rows = start
+        return rows, self.slots(parent)[start:rows], table.slots[start:rows]
+
     def enter(self, seq: int, keys: Sequence[bytes]) -> None:
         """Let the first pages of a sequence be found by these keys, from now on."""
         table = self._tables[seq]
@@ -125,10 +142,24 @@ class Pages:
         assert pages == list(range(self.total)), "a page is lost or has two owners"
         self._cache.check()
 
+    def check_rows(self, rows: Mapping[int, int]) -> None:
+        """Assert that sequences with so many committed rows have room for them, and that whatever
+        page others hold too, or may find, is full of them."""
+        assert rows.keys() == self._tables.keys(), "a table without a sequence, or none for one"
+        for seq, count in rows.items():
+            pages = self._tables[seq].pages
+            assert len(pages) >= self._pages_for(count), f"rows of sequence {seq} have no page"
+            for page in pages[count // self.page_size :]:
+                alone = self._references[page] == 1 and not self._cache.knows(page)
+                assert alone, f"sequence {seq} shares page {page}, which it may yet write to"
+
     def check_idle(self) -> None:
         """Assert that all pages are back, when no sequence is open."""
         assert not self._tables, f"tables without a sequence: {sorted(self._tables)}"
         assert self.free == self.total, f"{self.total - self.free} pages are lost"
+        assert not any(self._references), "a page is held by no table"
+        unheld = {*self._free, *self._cache.idle_pages()}
+        assert len(unheld) == self.total, "a page is free twice"
 
     def _take(self) -> int:
         page = heapq.heappop(self._free) if self._free else self._cache.evict()

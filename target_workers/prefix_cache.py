@@ -56,9 +56,13 @@ class PrefixCache:
         """The page with this key."""
         return self._page_of.get(key)
 
+    def knows(self, page: int) -> bool:
+        """True if the page has a key."""
+        return page in self._key_of
+
     def enter(self, page: int, key: bytes) -> None:
-        """Let a page be found, unless another one is found by its key already."""
-        if key not in self._page_of:
+        """Let a page be found, unless another one is by its key, or it by another key, already."""
+        if key not in self._page_of and page not in self._key_of:
             self._page_of[key] = page
             self._key_of[page] = key
 

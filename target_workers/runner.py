@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from protos.messages import Extend, Sampling
+from protos.worker import GroupBroken
 from target_workers.acceptance import walk
 from target_workers.model.run import Run
 from target_workers.pages import Slots
@@ -77,6 +78,8 @@ class Runner:
         """All in one forward; if that raises, each in its own, and those that raise then fail."""
         try:
             return self._together(jobs)
+        except GroupBroken:
+            raise  # To go on alone would be to compute what the other ranks do not.
         except Exception as error:
             # Whatever it is ends the sequence it comes from: sent to another link it came again.
             log.exception("a forward of %d Extends failed", len(jobs))

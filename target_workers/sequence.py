@@ -14,7 +14,8 @@ class Sequence:
     """`tokens` are committed, the first `cached` of them in the cache.
 
     `nodes` are the guesses of the last Extend; node i is in row `cached + i` until some are kept.
-    Without a `prefix` no page is shared with other sequences.
+    Without a `prefix` no page is shared with other sequences, but for those that name it as their
+    parent; from one that is not `sound` nobody takes anything.
     """
 
     sampling: Sampling
@@ -22,12 +23,18 @@ class Sequence:
     prefix: Prefix | None = None
     cached: int = 0
     nodes: tuple[TreeNode, ...] = ()
+    sound: bool = True
 
     def wanted_keys(self) -> Iterator[bytes]:
         """The keys of pages to look for; the last committed token is always computed."""
         if self.prefix is not None:
             for page in range((len(self.tokens) - 1) // self.prefix.page_size):
                 yield self.prefix.key(self.tokens, page)
+
+    def common_rows(self, other: "Sequence") -> int:
+        """How many rows of another hold what this one needs; the last token is always computed."""
+        most = min(other.cached, len(self.tokens) - 1) if other.sound else 0
+        return next((i for i in range(most) if self.tokens[i] != other.tokens[i]), most)
 
     def whole_keys(self) -> Items[bytes]:
         """The keys of all pages whose rows are committed, cached and in place."""

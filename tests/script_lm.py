@@ -5,7 +5,7 @@ another sequence changes the output, as it would in a real cache.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from protos.messages import GREEDY, PROTOCOL, Hello, Sampling
@@ -13,6 +13,7 @@ from target_workers.engine import TargetEngine
 from target_workers.model.run import Run
 from target_workers.pages import Slots
 from target_workers.rows import Draws
+from target_workers.runner import Forward
 
 _MASK = 2**64 - 1
 
@@ -96,8 +97,8 @@ def ref_decode(
     return output
 
 
-@dataclass(slots=True)
-class _Row:
+@dataclass(frozen=True, slots=True)
+class Row:
     """What a slot of the cache was computed from; `digest` stands for the whole path."""
 
     position: int
@@ -114,10 +115,10 @@ class ScriptForward:
     def __init__(self, lm: ScriptLM, num_slots: int, broken: Iterable[int] = ()) -> None:
         self._lm = lm
         self._broken = frozenset(broken)
-        self._rows: list[_Row | None] = [None] * num_slots
+        self._rows: list[Row | None] = [None] * num_slots
 
     def move(self, source: Slots, target: Slots) -> None:
-        rows = [self._rows[slot] for slot in source.tolist()]
+        rows = self._held(source.tolist())
         for slot, row in zip(target.tolist(), rows, strict=True):
             self._rows[slot] = row
 
@@ -134,6 +135,12 @@ class ScriptForward:
             finite.append(sound[row])
         return tokens, finite
 
+    def _held(self, slots: list[int]) -> list[Row | None]:
+        return [self._rows[slot] for slot in slots]
+
+    def _hold(self, slot: int, row: Row) -> None:
+        self._rows[slot] = row
+
     def _write(self, run: Run) -> list[tuple[list[int], bool]]:
         """Write the rows of a run; each row's path as the cache has it, and if it is intact."""
         path, digest, intact = self._read(run.history.tolist())
@@ -141,7 +148,7 @@ class ScriptForward:
         found: list[tuple[list[int], bool]] = []
         for token, slot in zip(run.tokens.tolist(), run.slots.tolist(), strict=True):
             digest = _hash(digest, token, intact)
-            self._rows[slot] = _Row(len(path), token, digest)
+            self._hold(slot, Row(len(path), token, digest))
             path = [*path, token]
             found.append((path, intact))
         return found
@@ -149,8 +156,7 @@ class ScriptForward:
     def _read(self, slots: list[int]) -> tuple[list[int], int, bool]:
         path: list[int] = []
         digest, intact = 0, True
-        for position, slot in enumerate(slots):
-            row = self._rows[slot]
+        for position, row in enumerate(self._held(slots)):
             if row is None:
                 return path, digest, False
             digest = _hash(digest, row.token, True)
@@ -188,7 +194,12 @@ class Shape:
         )
 
 
-def script_target(lm: ScriptLM, shape: Shape = Shape(), broken: Iterable[int] = ()) -> TargetEngine:
+def script_target(
+    lm: ScriptLM,
+    shape: Shape = Shape(),
+    broken: Iterable[int] = (),
+    forward: Callable[[ScriptLM, int, Iterable[int]], Forward] = ScriptForward,
+) -> TargetEngine:
     """The real target engine over a scripted model."""
-    forward = ScriptForward(lm, shape.num_slots, broken)
-    return TargetEngine(shape.hello("target", lm), forward, lambda _cores: None, lambda: 0.0)
+    model = forward(lm, shape.num_slots, broken)
+    return TargetEngine(shape.hello("target", lm), model, lambda _cores: None, lambda: 0.0)

@@ -80,7 +80,8 @@ def test_only_workers_import_torch(package: str) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "orchestrator").glob("*.py")))
 def test_the_core_knows_no_clock_no_chance_and_no_network(path: Path) -> None:
-    shell = {"runtime.py", "stream_port.py", "local_port.py", "mailbox.py", "ports.py"}
+    ports = {"ports.py", "stream_port.py", "local_port.py", "sharded_port.py"}
+    shell = {"runtime.py", "mailbox.py", *ports}
     if path.name in shell:
         return
     impure = {"asyncio", "time", "random", "grpc", "os", "threading", "socket", "datetime"}

@@ -50,8 +50,15 @@ class Drafter:
         return _rows(self.decoder, self.cache, state.slots[: state.computed])
 
 
-def make_target(decoder: Decoder, page_size: int = 16, num_pages: int = 80) -> Target:
-    cache = KVCache(decoder.config, page_size * num_pages, decoder.dtype)
+def make_target(
+    decoder: Decoder,
+    page_size: int = 16,
+    num_pages: int = 80,
+    kv: torch.dtype | None = None,
+    feature_size: int = 0,
+) -> Target:
+    dtype = kv or decoder.dtype
+    cache = KVCache(decoder.config, page_size * num_pages, dtype, feature_size=feature_size)
     hello = Hello(PROTOCOL, "target", 1, "", "", VOCAB, 1000, page_size, num_pages, 512)
     engine = TargetEngine(hello, DecoderForward(decoder, cache, VOCAB), lambda _: None)
     return Target(engine, decoder, cache)
@@ -79,9 +86,15 @@ def prefill(decoder: Decoder, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
     return _rows(decoder, cache, slots), decoder.logits(hidden)
 
 
-def plain(decoder: Decoder, prompt: Sequence[int], count: int, sampling: Sampling) -> list[int]:
+def plain(
+    decoder: Decoder,
+    prompt: Sequence[int],
+    count: int,
+    sampling: Sampling,
+    kv: torch.dtype | None = None,
+) -> list[int]:
     """The target alone, one token a step."""
-    duo = Duo(make_target(decoder).engine, k=0)
+    duo = Duo(make_target(decoder, kv=kv).engine, k=0)
     line = duo.open(1, prompt, sampling)
     for _ in range(count):
         duo.round()

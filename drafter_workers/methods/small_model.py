@@ -167,7 +167,8 @@ class SmallModel:
 def build(config: DrafterConfig) -> SmallModel:
     """Load a model folder as a drafter. Raises ModelError and ExactModeError."""
     dtype = DTYPES[config.dtype]
-    decoder = load_decoder(config.path, dtype=dtype, exact=config.exact, device=config.device)
+    decoder = load_decoder(config.path, dtype=dtype, device=config.device)
+    decoder.compile(dtype)
     cache = KVCache(decoder.config, config.num_slots, dtype, config.device)
     return SmallModel(decoder, cache, config)
 

@@ -2,11 +2,14 @@
 
 The fused CPU kernel sums over the keys of a row in an order that only the number of keys decides,
 as long as query rows come in fours (both measured). So a row always gets its keys padded to whole
-blocks by its own position: rows are cut into tiles where that number changes.
+blocks by its own position: rows are cut into tiles where that number changes. Under a sliding
+window the keys begin with the block that the first row of such a tile can see into; blocks before
+it are not fetched, though their slots stay the sequence's.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -15,11 +18,53 @@ from torch import Tensor
 
 from target_workers.model.batch import RowBatch
 from target_workers.model.config import ModelConfig
+from target_workers.model.cuda_graphs import Compute, DecodeGraphs
 from target_workers.model.kv_cache import KVCache
+from target_workers.model.layers import Attend
 from target_workers.model.run import IntArray, Run
 
 KEY_BLOCK = 128  # shorter ones save keys that are only masked, and cost calls
 QUERY_BLOCK = 4  # fewer query rows take another code path
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The shape of a decoder, the type of its activations, and where it computes."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Attention(Protocol):
+    """A way to compute the attention of forwards; `name` is for people."""
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, batch: RowBatch, cache: KVCache) -> tuple[RowBatch, Attend]:
+        """A batch on the device and its attention, until the next forward is prepared."""
+        ...
+
+    def graphs(self, compute: Compute) -> DecodeGraphs | None:
+        """Graphs of the forwards of a decoder over one cache; None where there can be none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TorchAttention:
+    """The Attention of torch's own operators: for every type, on every device."""
+
+    setting: Setting
+    name: str = "torch"
+
+    def prepare(self, batch: RowBatch, cache: KVCache) -> tuple[RowBatch, Attend]:
+        setting = self.setting
+        plan = plan_attention(batch, setting.config, setting.dtype).to(setting.device)
+        return plan.batch, CachedAttention(plan, cache)
+
+    def graphs(self, compute: Compute) -> DecodeGraphs | None:
+        return None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,18 +75,27 @@ class Tile:
     first: int
     count: int
     end: int  # the position after the last row
+    window: int  # how many keys a row sees, 0: all
+
+    @property
+    def begin(self) -> int:
+        """The position of the first key, a function of the rows' block alone."""
+        block = (self.end - 1) // KEY_BLOCK
+        earliest = block * KEY_BLOCK - self.window + 1 if self.window else 0
+        return max(earliest, 0) // KEY_BLOCK * KEY_BLOCK
 
     @property
     def keys(self) -> int:
         """Keys its rows get, masked ones included."""
-        return -(-self.end // KEY_BLOCK) * KEY_BLOCK
+        return -(-self.end // KEY_BLOCK) * KEY_BLOCK - self.begin
 
     def fill(self, slots: IntArray) -> None:
         """Write the slot of every position; the padding repeats one of the run's own slots."""
-        start = self.run.start
-        slots[:start] = self.run.history
-        slots[start : self.end] = self.run.slots[: self.end - start]
-        slots[self.end :] = slots[0]
+        begin, past = self.begin, self.run.history[self.begin :]
+        own = self.run.slots[max(begin - self.run.start, 0) : self.end - self.run.start]
+        slots[: len(past)] = past
+        slots[len(past) : self.end - begin] = own
+        slots[self.end - begin :] = slots[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,19 +114,30 @@ class TileGroup:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class AttentionPlan:
-    """Index maps and masks of one forward, shared by its layers."""
+class WindowPlan:
+    """Index maps and masks of the layers with one window."""
 
     groups: tuple[TileGroup, ...]
     output: Tensor  # [rows * heads], into the groups' outputs one after another
+
+    def to(self, device: torch.device) -> "WindowPlan":
+        """The same maps and masks on a device."""
+        groups = tuple(group.to(device) for group in self.groups)
+        return WindowPlan(groups, self.output.to(device))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionPlan:
+    """What the layers of one forward share, by their window."""
+
+    windows: dict[int, WindowPlan]
     batch: RowBatch
     config: ModelConfig
 
     def to(self, device: torch.device) -> "AttentionPlan":
         """The same plan with its maps and masks on a device."""
-        groups = tuple(group.to(device) for group in self.groups)
-        output, batch = self.output.to(device), self.batch.to(device)
-        return AttentionPlan(groups, output, batch, self.config)
+        windows = {window: plan.to(device) for window, plan in self.windows.items()}
+        return AttentionPlan(windows, self.batch.to(device), self.config)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -86,22 +151,34 @@ class CachedAttention:
         """From qk [rows, heads + kv_heads, head_dim] and values to [rows, heads * head_dim]."""
         keys = qk[:, self.plan.config.num_heads :]
         self.cache.write(layer, self.plan.batch.slots, keys, values)
-        return attend(qk, self.cache.layer(layer), self.plan)
+        return attend(qk, self.cache, layer, self.plan)
 
 
-def attend(qk: Tensor, cached: Tensor, plan: AttentionPlan) -> Tensor:
+def attend(qk: Tensor, cache: KVCache, layer: int, plan: AttentionPlan) -> Tensor:
     """Attend qk [rows, heads + kv_heads, head_dim] over a layer: [rows, heads * head_dim]."""
     flat = qk.view(-1, qk.shape[-1])
-    parts = [_attend_group(flat, cached, group) for group in plan.groups]
+    maps = plan.windows[plan.config.window(layer)]
+    parts = []
+    for group in maps.groups:
+        kv = cache.read(layer, group.slots, group.gathered)
+        parts.append(_attend_group(flat, kv, group))
     joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return joined.index_select(0, plan.output).view(len(qk), -1)
+    return joined.index_select(0, maps.output).view(len(qk), -1)
 
 
 def plan_attention(batch: RowBatch, config: ModelConfig, dtype: torch.dtype) -> AttentionPlan:
-    """Cut the runs into tiles, group tiles of one size and build maps and masks."""
+    """Cut the runs into tiles, group tiles of one size and build maps and masks of `dtype`."""
+    windows = sorted({*config.windows} or {0})
+    plans = {window: _plan_window(batch, config, dtype, window) for window in windows}
+    return AttentionPlan(plans, batch, config)
+
+
+def _plan_window(
+    batch: RowBatch, config: ModelConfig, dtype: torch.dtype, window: int
+) -> WindowPlan:
     positions = batch.positions.numpy()
     groups, output, base = [], np.empty((len(positions), config.num_heads), np.int64), 0
-    for tiles in _group(_cut(batch.runs)):
+    for tiles in _group(_cut(batch.runs, window)):
         group = _build_group(tiles, positions, config, dtype)
         queries = group.mask.shape[2]
         for index, tile in enumerate(tiles):
@@ -109,28 +186,26 @@ def plan_attention(batch: RowBatch, config: ModelConfig, dtype: torch.dtype) -> 
             output[rows] = base + _output_map(index, tile.count, queries, config)
         groups.append(group)
         base += len(group.queries)
-    output[batch.num_rows :] = output[batch.num_rows - 1]
-    return AttentionPlan(tuple(groups), torch.from_numpy(output.ravel()), batch, config)
+    return WindowPlan(tuple(groups), torch.from_numpy(output.ravel()))
 
 
-def _attend_group(flat: Tensor, cached: Tensor, group: TileGroup) -> Tensor:
+def _attend_group(flat: Tensor, kv: Tensor, group: TileGroup) -> Tensor:
     """Outputs in the order [tiles, queries, kv_heads] as rows of head_dim."""
     tiles, _, queries, keys = group.mask.shape
-    _, _, kv_heads, head_dim = cached.shape
+    _, _, kv_heads, head_dim = kv.shape
     query = flat.index_select(0, group.queries).view(tiles, kv_heads, queries, head_dim)
-    kv = torch.index_select(cached, 0, group.slots, out=group.gathered)
     key, value = kv.view(tiles, keys, 2, kv_heads, head_dim).permute(2, 0, 3, 1, 4).unbind(0)
     out = F.scaled_dot_product_attention(query, key, value, attn_mask=group.mask)
     return out.transpose(1, 2).reshape(-1, head_dim)
 
 
-def _cut(runs: Iterable[Run]) -> list[Tile]:
+def _cut(runs: Iterable[Run], window: int) -> list[Tile]:
     tiles, first = [], 0
     for run in runs:
         start = run.start
         while start < run.end:
             end = min(start - start % KEY_BLOCK + KEY_BLOCK, run.end)
-            tiles.append(Tile(run, first, end - start, end))
+            tiles.append(Tile(run, first, end - start, end, window))
             first, start = first + end - start, end
     return tiles
 
@@ -165,7 +240,8 @@ def _build_group(
     heads = np.arange(config.num_kv_heads)[:, None] * config.group + member  # [kv_heads, queries]
     stride = config.num_heads + config.num_kv_heads
     queries = rows[:, None] * stride + heads  # [tiles, kv_heads, queries]
-    hidden = torch.arange(keys) > torch.from_numpy(positions[rows])[:, None, :, None]
+    seen = torch.from_numpy(np.array([tile.begin for tile in tiles])[:, None] + np.arange(keys))
+    hidden = _hidden(torch.from_numpy(positions[rows]), seen, tiles[0].window)
     mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
     return TileGroup(
         queries=torch.from_numpy(queries.ravel()),
@@ -173,6 +249,15 @@ def _build_group(
         mask=mask,
         gathered=torch.empty((slots.size, 2, config.num_kv_heads, config.head_dim), dtype=dtype),
     )
+
+
+def _hidden(positions: Tensor, keys: Tensor, window: int) -> Tensor:
+    """Which of the keys at positions [tiles, keys] rows at [tiles, queries] do not see.
+
+    [tiles, 1, queries, keys]
+    """
+    own, seen = positions[:, None, :, None], keys[:, None, None, :]
+    return (seen > own) | (seen <= own - window) if window else seen > own
 
 
 def _output_map(index: int, count: int, queries: int, config: ModelConfig) -> IntArray:

@@ -12,26 +12,12 @@ from target_workers.model.run import IntArray, Run
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowBatch:
-    """Rows in run order; rows beyond `num_rows` repeat the last, for kernels that want company."""
+    """Rows in run order."""
 
     tokens: Tensor  # [rows]
     positions: Tensor  # [rows]
     slots: Tensor  # [rows]
-    num_rows: int
     runs: tuple[Run, ...]
-
-    def padded(self, least: int) -> "RowBatch":
-        """The same rows, at least `least` of them."""
-        if len(self.tokens) >= least:
-            return self
-        repeat = torch.arange(least).clamp_(max=self.num_rows - 1)
-        return RowBatch(
-            tokens=self.tokens[repeat],
-            positions=self.positions[repeat],
-            slots=self.slots[repeat],
-            num_rows=self.num_rows,
-            runs=self.runs,
-        )
 
     def to(self, device: torch.device) -> "RowBatch":
         """The same rows on a device; the runs stay where plans are made."""
@@ -54,7 +40,6 @@ def build_batch(runs: Sequence[Run]) -> RowBatch:
         tokens=_join([run.tokens for run in runs]),
         positions=torch.from_numpy(positions),
         slots=_join([run.slots for run in runs]),
-        num_rows=len(positions),
         runs=tuple(runs),
     )
 

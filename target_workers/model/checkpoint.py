@@ -40,8 +40,24 @@ class Checkpoint:
         self._files: dict[Path, safetensors.safe_open] = {}
         self._taken: set[str] = set()
 
-    def take(self, name: str, *shape: int) -> Tensor:
-        """The tensor `name` in the checkpoint's working type. Raises ModelError."""
+    def take(
+        self, name: str, *shape: int, rows: range | None = None, columns: range | None = None
+    ) -> Tensor:
+        """The tensor `name`, or these rows and columns of it, in the checkpoint's working type.
+
+        The file is mapped: no more of it is read than is handed out. Raises ModelError.
+        """
+        entry = self.expect(name, *shape)
+        index = tuple(_slice(part) for part in (rows, columns))
+        whole = self._open(entry.path).get_slice(name)  # type: ignore[no-untyped-call]
+        tensor = whole[index[: len(shape)]]
+        assert isinstance(tensor, Tensor)
+        if not tensor.is_floating_point():
+            raise ModelError(f"tensor {name} is {entry.dtype}; quantised weights are not supported")
+        return tensor.to(self._dtype).contiguous()
+
+    def expect(self, name: str, *shape: int) -> Entry:
+        """Where a tensor of this shape lies; it need not be taken any more. Raises ModelError."""
         entry = self._entries.get(name)
         if entry is None:
             raise ModelError(f"tensor {name} is missing from the checkpoint; fetch the model again")
@@ -51,17 +67,7 @@ class Checkpoint:
                 "weights and config.json belong to different models"
             )
         self._taken.add(name)
-        tensor = self._open(entry.path).get_tensor(name)  # type: ignore[no-untyped-call]
-        assert isinstance(tensor, Tensor)
-        if not tensor.is_floating_point():
-            raise ModelError(f"tensor {name} is {entry.dtype}; quantised weights are not supported")
-        return tensor.to(self._dtype)
-
-    def stack(self, names: list[str], *shapes: tuple[int, ...]) -> Tensor:
-        """Several tensors as one, joined along their first dimension."""
-        return torch.cat(
-            [self.take(name, *shape) for name, shape in zip(names, shapes, strict=True)]
-        )
+        return entry
 
     def finish(self, *, ignored: frozenset[str] = frozenset()) -> None:
         """Raise ModelError for a tensor that the model has no place for."""
@@ -80,6 +86,10 @@ class Checkpoint:
         if path not in self._files:
             self._files[path] = safetensors.safe_open(path, framework="pt")
         return self._files[path]
+
+
+def _slice(part: range | None) -> slice:
+    return slice(None) if part is None else slice(part.start, part.stop)
 
 
 def model_hash(folder: Path | str) -> str:

@@ -8,6 +8,11 @@ from typing import Self, TypeAlias
 Json: TypeAlias = "dict[str, Json] | list[Json] | str | int | float | bool | None"
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
+KV_DTYPES = ("fp32", "bf16", "int8")  # what keys and values may be kept as, whatever computes them
+WEIGHT_DTYPES = ("", "int8")
+KERNEL_DTYPES = ("bf16", "fp32")  # what our own CPU kernels compute with
+KERNEL_LANES = 16
+SCALE_BYTES = 4
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 
 
@@ -17,19 +22,26 @@ class ModelError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What an architecture name fixes without a key in config.json."""
+    """What an architecture name fixes without a key in config.json.
+
+    `window` is the sliding window where the key is absent (0: the family has none), in all layers
+    or, `chosen`, in those that the configuration chooses.
+    """
 
     qkv_bias: bool = False
     qk_norm: bool = False
     reads_attention_bias: bool = True
+    window: int = 0
+    chosen: bool = True
 
 
 FAMILIES = {
     "LlamaForCausalLM": Family(),
-    "MistralForCausalLM": Family(reads_attention_bias=False),
-    "Qwen2ForCausalLM": Family(qkv_bias=True, reads_attention_bias=False),
-    "Qwen3ForCausalLM": Family(qk_norm=True),
+    "MistralForCausalLM": Family(reads_attention_bias=False, window=4096, chosen=False),
+    "Qwen2ForCausalLM": Family(qkv_bias=True, reads_attention_bias=False, window=4096),
+    "Qwen3ForCausalLM": Family(qk_norm=True, window=4096),
 }
+LAYER_TYPES = {"full_attention": False, "sliding_attention": True}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +64,11 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Shape and kind of a decoder-only transformer."""
+    """Shape and kind of a decoder-only transformer.
+
+    In layer i a row sees the last `windows[i]` keys, its own included, or all (0). Empty `windows`:
+    no layer has one.
+    """
 
     architecture: str
     vocab_size: int
@@ -71,15 +87,27 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     eos_tokens: tuple[int, ...]
+    windows: tuple[int, ...] = ()
 
     @property
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
+    def has_kernels(self, dtype: str) -> bool:
+        """True if our own CPU kernels compute such a model."""
+        return dtype in KERNEL_DTYPES and self.head_dim % KERNEL_LANES == 0
+
+    def window(self, layer: int) -> int:
+        """How many keys a row sees in a layer, its own included; 0: all."""
+        return self.windows[layer] if self.windows else 0
+
     def token_bytes(self, dtype: str) -> int:
-        """Bytes of one token's keys and values over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+        """Bytes of one token's keys and values over all layers; as "int8" with their scales."""
+        heads = 2 * self.num_layers * self.num_kv_heads
+        if dtype == "int8":
+            return heads * (self.head_dim + SCALE_BYTES)
+        return heads * self.head_dim * DTYPE_BYTES[dtype]
 
     @classmethod
     def from_folder(cls, folder: Path | str) -> Self:
@@ -107,7 +135,7 @@ class ModelConfig:
             num_heads=heads,
             num_kv_heads=fields.integer("num_key_value_heads", heads),
             head_dim=fields.integer("head_dim", hidden // heads),
-            max_context=_max_context(fields),
+            max_context=fields.integer("max_position_embeddings", 2048),
             norm_eps=fields.number("rms_norm_eps", 1e-6),
             rope=_rope(fields),
             tied=fields.flag("tie_word_embeddings"),
@@ -116,6 +144,7 @@ class ModelConfig:
             mlp_bias=fields.flag("mlp_bias"),
             qk_norm=family.qk_norm,
             eos_tokens=_eos(raw.get("eos_token_id")),
+            windows=_windows(fields, family),
         )
         if config.num_heads % config.num_kv_heads or config.head_dim % 2:
             raise ModelError(
@@ -192,13 +221,34 @@ def _architecture(raw: dict[str, Json]) -> str:
     raise ModelError(f"architecture {names!r} is not supported; supported: {', '.join(FAMILIES)}")
 
 
-def _max_context(fields: _Fields) -> int:
-    """Within its window a sliding-window model is a plain one, so the window bounds the context."""
-    context = fields.integer("max_position_embeddings", 2048)
-    slides = fields.raw.get("sliding_window") is not None
-    if not slides or not fields.flag("use_sliding_window", slides):
-        return context
-    return min(context, fields.integer("sliding_window"))
+def _windows(fields: _Fields, family: Family) -> tuple[int, ...]:
+    """The window of every layer; none if no layer has one, or none that hides anything."""
+    layers = fields.integer("num_hidden_layers")
+    if not family.window or fields.raw.get("sliding_window", family.window) is None:
+        return ()
+    window = fields.integer("sliding_window", family.window)
+    if window >= fields.integer("max_position_embeddings", 2048):
+        return ()
+    slides = _sliding_layers(fields, layers) if family.chosen else [True] * layers
+    return tuple(window * is_sliding for is_sliding in slides) if any(slides) else ()
+
+
+def _sliding_layers(fields: _Fields, layers: int) -> list[bool]:
+    """Which layers have a window, where the configuration chooses."""
+    if not fields.flag("use_sliding_window"):
+        return [False] * layers
+    kinds = fields._get("layer_types", None)
+    if kinds is None:
+        first = fields._get("max_window_layers", 28)
+        if not isinstance(first, int) or isinstance(first, bool) or first < 0:
+            raise ModelError(f"config.json: max_window_layers must be a count, not {first!r}")
+        return [layer >= first for layer in range(layers)]
+    found = [LAYER_TYPES.get(str(kind)) for kind in kinds] if isinstance(kinds, list) else []
+    if len(found) != layers or None in found:
+        raise ModelError(
+            f"config.json: layer_types must name {layers} layers, each one of {[*LAYER_TYPES]}"
+        )
+    return [bool(is_sliding) for is_sliding in found]
 
 
 def _rope(fields: _Fields) -> RopeConfig:

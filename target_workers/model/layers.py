@@ -1,8 +1,9 @@
 """Building blocks of the decoder: linear maps, norms, rotary embedding, one transformer block."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +11,8 @@ from torch import Tensor, nn
 
 from target_workers.model.config import ModelConfig, RopeConfig
 
-UNLIMITED_ROWS = 1 << 30
-PACKED_TYPES = (torch.bfloat16, torch.float32)
+Reduce: TypeAlias = Callable[[Tensor], Tensor]
+"""From a rank's partial sums [rows, hidden] to the sums over all ranks, the same bits on each."""
 
 
 class Attend(Protocol):
@@ -20,38 +21,22 @@ class Attend(Protocol):
     def __call__(self, layer: int, qk: Tensor, values: Tensor) -> Tensor: ...
 
 
+def whole(partial: Tensor) -> Tensor:
+    """The Reduce of a decoder in one piece."""
+    return partial
+
+
 class Linear(nn.Module):
-    """y = x W^T + b for W [out, in]; `pack` trades the plain weight for the CPU kernel's layout."""
+    """y = x W^T + b for W [out, in]."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        self.weight: nn.Parameter | None = nn.Parameter(weight, requires_grad=False)
+        self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.packed: Tensor | None = None
-        self.least_rows, self.most_rows = 1, UNLIMITED_ROWS
-
-    def pack(self) -> None:
-        """Reorder the weight for oneDNN, where its CPU kernels know the type."""
-        if self.weight is not None and self.dtype in PACKED_TYPES:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, None)
-            self.weight = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[rows, in] to [rows, out], in calls of `least_rows` to `most_rows` rows."""
-        if self.least_rows <= len(x) <= self.most_rows:
-            return self._call(x)
-        calls = -(-len(x) // self.most_rows)
-        size = max(-(-len(x) // calls), self.least_rows)
-        filled = torch.cat((x, x[-1:].expand(calls * size - len(x), -1)))
-        return torch.cat([self._call(part) for part in torch.split(filled, size)])[: len(x)]
-
-    def _call(self, x: Tensor) -> Tensor:
-        if self.weight is not None:
-            return F.linear(x, self.weight, self.bias)
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return y
+        """[rows, in] to [rows, out]."""
+        return F.linear(x, self.weight, self.bias)
 
 
 class RMSNorm(nn.Module):
@@ -177,7 +162,10 @@ class BlockParts:
 
 
 class Block(nn.Module):
-    """Attention and gated MLP, each behind a norm and added to the stream."""
+    """Attention and gated MLP, each behind a norm and added to the stream.
+
+    `out` and `down` give a rank's partial sums, in the type of the stream or a wider one.
+    """
 
     def __init__(self, index: int, config: ModelConfig, parts: BlockParts) -> None:
         super().__init__()
@@ -188,13 +176,19 @@ class Block(nn.Module):
         self.qkv, self.out, self.qk_norm = parts.qkv, parts.out, parts.qk_norm
         self.gate_up, self.down = parts.gate_up, parts.down
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], attend: Attend, reduce: Reduce
+    ) -> Tensor:
         """x [rows, hidden] through the block."""
         heads = self.qkv(self.attention_norm(x)).view(len(x), -1, self.head_dim)
         qk, values = heads.split(self.split, 1)
         if self.qk_norm is not None:
             qk = self.qk_norm(qk)
-        x = x + self.out(attend(self.index, rotate(qk, angles), values))
+        x = _add(x, reduce(self.out(attend(self.index, rotate(qk, angles), values))))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
-        mlp: Tensor = self.down(F.silu(gate) * up)
-        return x + mlp
+        return _add(x, reduce(self.down(F.silu(gate) * up)))
+
+
+def _add(x: Tensor, sums: Tensor) -> Tensor:
+    """x + sums in the type of x, rounded once."""
+    return (x + sums).to(x.dtype)

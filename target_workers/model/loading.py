@@ -1,5 +1,7 @@
 """From a Hugging Face folder to a decoder: the tensor names of the Llama-shaped families."""
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -7,11 +9,12 @@ from torch import Tensor
 
 from target_workers.model.checkpoint import Checkpoint, model_hash
 from target_workers.model.config import ModelConfig, ModelError
-from target_workers.model.decoder import Decoder
-from target_workers.model.exact import ExactModeError, fit_rows
-from target_workers.model.layers import Block, BlockParts, HeadNorm, Linear, RMSNorm
+from target_workers.model.decoder import Decoder, TorchDecoder
+from target_workers.model.layers import Block, BlockParts, HeadNorm, Linear, Reduce, RMSNorm, whole
+from target_workers.model.native.decoder import NativeDecoder, Packer, Parts
+from target_workers.model.shard import WHOLE, Portion, Shard, local_config, portion
 
-__all__ = ["DTYPES", "load_decoder", "model_hash"]
+__all__ = ["DTYPES", "load_decoder", "load_reference", "model_hash"]
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -19,78 +22,173 @@ DTYPES = {
     "fp32": torch.float32,
     "fp64": torch.float64,
 }
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which rank's part of a model to load, and how that rank sums up partial results."""
+
+    shard: Shard = WHOLE
+    reduce: Reduce = whole
 
 
 def load_decoder(
-    folder: Path | str, *, dtype: torch.dtype, exact: bool, device: str = "cpu"
+    folder: Path | str,
+    *,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    part: Part = Part(),
+    int8: bool = False,
 ) -> Decoder:
-    """Load a model folder onto a device; on the CPU with weights packed for its kernels.
+    """Load a model folder, or one rank's part of it, onto a device; `int8` keeps its weights so.
 
-    Raises ModelError, and ExactModeError where `exact` cannot be had. Not yet run on CUDA.
+    On the CPU it runs on our own kernels, and is exact, where they know its kind. Raises
+    ModelError. Not yet run on CUDA.
     """
-    if device != "cpu":
-        _check_device(device, exact=exact)
+    config = ModelConfig.from_folder(folder)
+    if device == "cpu" and config.has_kernels(NAMES[dtype]):
+        return _native(Path(folder), config, dtype, part, int8=int8)
+    if int8:
+        raise ModelError(
+            f"no kernel here takes int8 weights with {dtype} and heads of {config.head_dim} on"
+            f" {device}; leave target.weight_dtype empty"
+        )
+    if device != "cpu" and not torch.cuda.is_available():
+        raise ModelError("no CUDA device is visible to this worker; set device to cpu")
+    return load_reference(folder, dtype=dtype, part=part).to(device)
+
+
+def load_reference(folder: Path | str, *, dtype: torch.dtype, part: Part = Part()) -> TorchDecoder:
+    """The same decoder of torch's own operators, on the CPU. Raises ModelError."""
     config = ModelConfig.from_folder(folder)
     tensors = Checkpoint(Path(folder), dtype)
+    ends = _ends(config, part.shard, tensors)
+    blocks = [layer.block() for layer in _layers(config, part.shard, tensors)]
+    _finish(config, tensors)
+    local = local_config(config, part.shard)
+    return TorchDecoder(local, ends.embedding, blocks, ends.norm, ends.head, part.reduce)
+
+
+def _native(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, part: Part, *, int8: bool
+) -> NativeDecoder:
+    tensors = Checkpoint(folder, dtype)
+    local = local_config(config, part.shard)
+    packer = Packer(local, dtype, as_int8=int8)
+    ends = _ends(config, part.shard, tensors)
+    # One by one: the plain weights of a block are gone before the next one is read.
+    blocks = [packer.block(layer.block()) for layer in _layers(config, part.shard, tensors)]
+    _finish(config, tensors)
+    norm, head = packer.norm(ends.norm), packer.linear(ends.head)
+    parts = Parts(ends.embedding, blocks, norm, head, len(ends.head.weight))
+    return NativeDecoder(local, parts, in_pairs=packer.in_pairs, reduce=part.reduce)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """What comes before and after the blocks."""
+
+    embedding: Tensor
+    norm: RMSNorm
+    head: Linear
+
+
+def _ends(config: ModelConfig, shard: Shard, tensors: Checkpoint) -> _Ends:
     hidden, vocab = config.hidden_size, config.vocab_size
+    rows = portion(config, shard).vocab
     embedding = tensors.take("model.embed_tokens.weight", vocab, hidden)
-    blocks = [_block(index, config, tensors) for index in range(config.num_layers)]
     norm = RMSNorm(tensors.take("model.norm.weight", hidden), config.norm_eps)
-    head = Linear(embedding if config.tied else tensors.take("lm_head.weight", vocab, hidden))
+    if config.tied:
+        return _Ends(embedding, norm, Linear(embedding[rows.start : rows.stop]))
+    return _Ends(embedding, norm, Linear(tensors.take("lm_head.weight", vocab, hidden, rows=rows)))
+
+
+def _layers(config: ModelConfig, shard: Shard, tensors: Checkpoint) -> Iterator["_Layer"]:
+    for index in range(config.num_layers):
+        yield _Layer(index, config, shard, tensors)
+
+
+def _finish(config: ModelConfig, tensors: Checkpoint) -> None:
     tensors.finish(ignored=frozenset({"lm_head.weight"} if config.tied else ()))
-    decoder = Decoder(config, embedding, blocks, norm, head)
-    if device != "cpu":
-        return decoder.to(device)
-    linears = [module for module in decoder.modules() if isinstance(module, Linear)]
-    for linear in linears:
-        linear.pack()
-    if exact:
-        fit_rows(linears)
-        decoder.least_rows = max(linear.least_rows for linear in linears)
-    return decoder
 
 
-def _check_device(device: str, *, exact: bool) -> None:
-    if exact:
-        raise ExactModeError(f"exact mode is for CPUs so far, not {device}; set exact = false")
-    if not torch.cuda.is_available():
-        raise ModelError("no CUDA device is visible to this worker; set device to cpu")
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """One layer's tensors, and which of their rows and columns a rank holds.
 
+    `qkv` and `gate_up` are split by outputs, `out` and `down` by inputs, so that their results are
+    partial sums; a bias of those is added by the first rank alone.
+    """
 
-def _block(index: int, config: ModelConfig, tensors: Checkpoint) -> Block:
-    prefix = f"model.layers.{index}"
-    hidden, inner = config.hidden_size, config.intermediate_size
-    heads, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    index: int
+    config: ModelConfig
+    shard: Shard
+    tensors: Checkpoint
 
-    def linear(names: list[str], outs: list[int], width: int, bias: bool) -> Linear:
-        weights = tensors.stack([f"{n}.weight" for n in names], *((out, width) for out in outs))
+    def block(self) -> Block:
+        """The block of what the rank holds."""
+        config, held = self.config, portion(self.config, self.shard)
+        heads, kv_heads = self._rows(held.heads), self._rows(held.kv_heads)
+        all_heads, all_kv_heads = self._width(config.num_heads), self._width(config.num_kv_heads)
+        qkv = {
+            "self_attn.q_proj": (all_heads, heads),
+            "self_attn.k_proj": (all_kv_heads, kv_heads),
+            "self_attn.v_proj": (all_kv_heads, kv_heads),
+        }
+        inner = (config.intermediate_size, held.inner)
+        gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+        parts = BlockParts(
+            attention_norm=self._norm("input_layernorm"),
+            qkv=self._by_outputs(qkv, bias=config.qkv_bias),
+            qk_norm=self._head_norm(held) if config.qk_norm else None,
+            out=self._by_inputs("self_attn.o_proj", all_heads, heads, bias=config.output_bias),
+            mlp_norm=self._norm("post_attention_layernorm"),
+            gate_up=self._by_outputs(gate_up, bias=config.mlp_bias),
+            down=self._by_inputs("mlp.down_proj", *inner, bias=config.mlp_bias),
+        )
+        return Block(self.index, local_config(config, self.shard), parts)
+
+    def _by_outputs(self, names: dict[str, tuple[int, range]], *, bias: bool) -> Linear:
+        """Linears of so many outputs as one, of these rows of each."""
+
+        def stacked(kind: str, *width: int) -> Tensor:
+            taken = [
+                self.tensors.take(self._name(f"{name}.{kind}"), outputs, *width, rows=rows)
+                for name, (outputs, rows) in names.items()
+            ]
+            return torch.cat(taken)
+
+        weight = stacked("weight", self.config.hidden_size)
+        return Linear(weight, stacked("bias") if bias else None)
+
+    def _by_inputs(self, name: str, inputs: int, columns: range, *, bias: bool) -> Linear:
+        hidden = self.config.hidden_size
+        weight = self.tensors.take(self._name(f"{name}.weight"), hidden, inputs, columns=columns)
         if not bias:
-            return Linear(weights)
+            return Linear(weight)
+        self.tensors.expect(self._name(f"{name}.bias"), hidden)
+        is_first = self.shard.rank == 0
         return Linear(
-            weights, tensors.stack([f"{n}.bias" for n in names], *((out,) for out in outs))
+            weight, self.tensors.take(self._name(f"{name}.bias"), hidden) if is_first else None
         )
 
-    def norm(name: str) -> RMSNorm:
-        return RMSNorm(tensors.take(f"{prefix}.{name}.weight", hidden), config.norm_eps)
+    def _norm(self, name: str) -> RMSNorm:
+        weight = self.tensors.take(self._name(f"{name}.weight"), self.config.hidden_size)
+        return RMSNorm(weight, self.config.norm_eps)
 
-    qkv = [f"{attention}.{name}_proj" for name in "qkv"]
-    gate_up = [f"{mlp}.gate_proj", f"{mlp}.up_proj"]
-    parts = BlockParts(
-        attention_norm=norm("input_layernorm"),
-        qkv=linear(qkv, [heads, kv, kv], hidden, config.qkv_bias),
-        qk_norm=_head_norm(attention, config, tensors) if config.qk_norm else None,
-        out=linear([f"{attention}.o_proj"], [hidden], heads, config.output_bias),
-        mlp_norm=norm("post_attention_layernorm"),
-        gate_up=linear(gate_up, [inner, inner], hidden, config.mlp_bias),
-        down=linear([f"{mlp}.down_proj"], [hidden], inner, config.mlp_bias),
-    )
-    return Block(index, config, parts)
+    def _head_norm(self, held: Portion) -> HeadNorm:
+        rows: list[Tensor] = []
+        for name, heads in (("q_norm", held.heads), ("k_norm", held.kv_heads)):
+            weight = self.tensors.take(self._name(f"self_attn.{name}.weight"), self.config.head_dim)
+            rows.append(weight.expand(len(heads), -1))
+        return HeadNorm(torch.cat(rows), self.config.norm_eps)
 
+    def _name(self, name: str) -> str:
+        return f"model.layers.{self.index}.{name}"
 
-def _head_norm(attention: str, config: ModelConfig, tensors: Checkpoint) -> HeadNorm:
-    counts = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
-    rows: list[Tensor] = []
-    for name, count in counts.items():
-        rows.append(tensors.take(f"{attention}.{name}.weight", config.head_dim).expand(count, -1))
-    return HeadNorm(torch.cat(rows), config.norm_eps)
+    def _width(self, heads: int) -> int:
+        return heads * self.config.head_dim
+
+    def _rows(self, heads: range) -> range:
+        return range(self._width(heads.start), self._width(heads.stop))

@@ -8,32 +8,48 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from target_workers.model.attention import KEY_BLOCK
 from target_workers.model.batch import build_batch
 from target_workers.model.decoder import Decoder
-from target_workers.model.exact import ExactModeError
 from target_workers.model.kv_cache import KVCache
+from target_workers.model.native.chunk import CHUNK
 from target_workers.model.run import IntArray, Run
 
 BLOCKS = 2  # every block calls the same kernels on the same shapes
 ROWS_ALONE = 12
-KERNEL_KEYS = 512  # the attention kernel itself works in blocks of so many
-SCRATCH_SLOTS = 3 * KERNEL_KEYS
+EDGE = 2 * CHUNK  # of a chunk of keys that is not the first
+SCRATCH_SLOTS = 3 * EDGE
+
+
+class ExactModeError(Exception):
+    """Equal bits cannot be had here: the message names what differed and what to do."""
 
 
 @torch.inference_mode()
-def exact_self_test(decoder: Decoder, seed: int, threads: Sequence[int] = ()) -> bool:
+def exact_self_test(
+    decoder: Decoder,
+    seed: int,
+    threads: Sequence[int] = (),
+    kv_dtype: torch.dtype | None = None,
+) -> bool:
     """Compare rows of a random batch with the same rows in other company, bit for bit.
 
     The batch mixes prefill, decode and tree rows with contexts on both sides of blocks of keys;
-    what came before is random keys and values. All of it with each of these numbers of `threads`
-    and as many as are set (none named: also with one). Returns whether that number may change
-    between steps too. Raises ExactModeError.
+    what came before is random keys and values, kept as `kv_dtype` (None: the decoder's type). All
+    of it with each of these numbers of `threads` and as many as are set (none named: also with
+    one). Returns whether that number may change between steps too. Raises ExactModeError.
     """
+    if not decoder.is_exact:
+        raise ExactModeError(
+            "exact mode needs a CPU, bf16 or fp32, and heads of a multiple of 16; this model has"
+            f" {decoder.dtype} and heads of {decoder.config.head_dim}; set target.exact = false"
+        )
     generator = np.random.default_rng(seed)
-    cache = KVCache(decoder.config, SCRATCH_SLOTS, decoder.dtype)
+    cache = KVCache(decoder.config, SCRATCH_SLOTS, kv_dtype or decoder.dtype)
     for layer in range(min(BLOCKS, decoder.config.num_layers)):
-        cache.layer(layer).normal_(generator=torch.Generator().manual_seed(seed + layer))
+        random = torch.Generator().manual_seed(seed + layer)
+        shape = (decoder.config.num_kv_heads, decoder.config.head_dim)
+        keys, values = torch.randn(2, SCRATCH_SLOTS, *shape, generator=random)
+        cache.write(layer, torch.arange(SCRATCH_SLOTS), keys, values)
     runs = _random_runs(decoder, generator)
     results = []
     for count in sorted({torch.get_num_threads(), *(threads or (1,))}):
@@ -83,11 +99,11 @@ def _expect_equal(got: Tensor, expected: Tensor, run: Run, company: str) -> None
 
 def _random_runs(decoder: Decoder, generator: np.random.Generator) -> list[Run]:
     """Prefill from the start, a chunk over two edges, decode rows and a tree of three runs."""
-    edge = KERNEL_KEYS + int(generator.integers(-6, 2))
-    chunk = (edge - KEY_BLOCK, KEY_BLOCK + 11)
-    shapes = [(0, 21), chunk, (40, 1), (edge, 1), (edge, 1), (KERNEL_KEYS - 3, 5)]
+    edge = EDGE + int(generator.integers(-6, 2))
+    chunk = (edge - CHUNK, CHUNK + 11)
+    shapes = [(0, 21), chunk, (40, 1), (edge, 1), (edge, 1), (EDGE - 3, 5)]
     limit, vocab = decoder.config.max_context, decoder.config.vocab_size
-    history, free = np.split(generator.permutation(SCRATCH_SLOTS), [2 * KERNEL_KEYS])
+    history, free = np.split(generator.permutation(SCRATCH_SLOTS), [2 * EDGE])
     runs = []
     for start, count in shapes:
         start = max(min(start, limit - count), 0)

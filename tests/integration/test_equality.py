@@ -45,9 +45,7 @@ async def serving(
     """A runtime over both engines in process."""
     slots = 8192
     target_config = TargetConfig(str(target), dtype=dtype, num_pages=num_pages, max_context=1024)
-    drafter_config = DrafterConfig(
-        str(drafter), dtype=dtype, exact=True, num_slots=slots, max_context=1024
-    )
+    drafter_config = DrafterConfig(str(drafter), dtype=dtype, num_slots=slots, max_context=1024)
     limits = LinkLimits()
     ports = [
         LocalPort(

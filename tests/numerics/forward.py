@@ -34,8 +34,8 @@ def random_tokens(count: int, seed: int, vocab: int = 512) -> IntArray:
     return np.random.default_rng(seed).integers(0, vocab, count)
 
 
-def new_cache(decoder: Decoder) -> KVCache:
-    return KVCache(decoder.config, NUM_SLOTS, decoder.dtype)
+def new_cache(decoder: Decoder, kv: torch.dtype | None = None) -> KVCache:
+    return KVCache(decoder.config, NUM_SLOTS, kv or decoder.dtype)
 
 
 def logits_of(decoder: Decoder, cache: KVCache, runs: Iterable[Run]) -> Tensor:
@@ -43,9 +43,11 @@ def logits_of(decoder: Decoder, cache: KVCache, runs: Iterable[Run]) -> Tensor:
     return decoder.logits(decoder.hidden(build_batch(list(runs)), cache))
 
 
-def in_chunks(decoder: Decoder, path: Path, sizes: Iterable[int]) -> Tensor:
+def in_chunks(
+    decoder: Decoder, path: Path, sizes: Iterable[int], kv: torch.dtype | None = None
+) -> Tensor:
     """Logits of all positions, a forward for each chunk; the last size goes on to the end."""
-    cache, rows, start = new_cache(decoder), [], 0
+    cache, rows, start = new_cache(decoder, kv), [], 0
     for size in [*sizes, len(path.tokens)]:
         end = min(start + size, len(path.tokens))
         if start < end:
@@ -71,10 +73,16 @@ def random_parents(count: int, seed: int) -> list[int]:
 
 
 def tree_logits(
-    decoder: Decoder, path: Path, tokens: IntArray, parents: Sequence[int], *, trunk: int = 1
+    decoder: Decoder,
+    path: Path,
+    tokens: IntArray,
+    parents: Sequence[int],
+    *,
+    trunk: int = 1,
+    kv: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Logits of the last `trunk` positions of a path and of a tree under it, in one forward."""
-    cache, end = new_cache(decoder), len(path.tokens)
+    cache, end = new_cache(decoder, kv), len(path.tokens)
     if end > trunk:
         logits_of(decoder, cache, [path.run(0, end - trunk)])
     nodes = tuple(map(TreeNode, parents, tokens.tolist()))

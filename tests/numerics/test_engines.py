@@ -51,10 +51,7 @@ def one_thread() -> Iterator[None]:
 def decoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Decoder]:
     """A target of two layers and an unrelated drafter of one, in float64."""
     folder = tmp_path_factory.mktemp("tiny")
-    return {
-        name: load_decoder(_write(folder / name, name), dtype=torch.float64, exact=False)
-        for name in MODELS
-    }
+    return {name: load_decoder(_write(folder / name, name), dtype=torch.float64) for name in MODELS}
 
 
 def _write(folder: Path, name: str) -> Path:
@@ -66,7 +63,7 @@ def _write(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize("width", range(1, 10))
 def test_a_block_gives_the_logits_of_one_token_at_a_time(tmp_path: Path, width: int) -> None:
     """Case B002, in float32."""
-    decoder = load_decoder(_write(tmp_path, "target"), dtype=torch.float32, exact=False)
+    decoder = load_decoder(_write(tmp_path, "target"), dtype=torch.float32)
     cache = KVCache(decoder.config, 64, torch.float32)
     slots = np.arange(64)
     tokens = np.array([*PROMPT, *range(40, 40 + width)])
@@ -111,17 +108,20 @@ def test_a_drafted_stream_equals_the_plain_one(
         assert duo.lines[seq].output[:40] == plain(decoders["target"], prompt, 40, sampling)
 
 
+@pytest.mark.parametrize("kv", [torch.bfloat16, torch.float32, torch.int8])
 @pytest.mark.parametrize("sampling", [GREEDY, NOISY])
-def test_exact_mode_gives_the_plain_stream_in_bf16(tmp_path: Path, sampling: Sampling) -> None:
-    decoder = load_decoder(_write(tmp_path, "target"), dtype=torch.bfloat16, exact=True)
-    target, drafter = make_target(decoder), make_drafter(decoder, width=3)
+def test_exact_mode_gives_the_plain_stream_in_bf16(
+    tmp_path: Path, sampling: Sampling, kv: torch.dtype
+) -> None:
+    decoder = load_decoder(_write(tmp_path, "target"), dtype=torch.bfloat16)
+    target, drafter = make_target(decoder, kv=kv), make_drafter(decoder, width=3)
     duo = Duo(target.engine, drafter.engine, 9, "tree")
     lines = [duo.open(seq, PROMPT[seq:], sampling) for seq in range(3)]
     while min(len(line.output) for line in lines) < 60:
         duo.draft(4)
         duo.round()
     for seq, line in enumerate(lines):
-        assert line.output[:60] == plain(decoder, PROMPT[seq:], 60, sampling)
+        assert line.output[:60] == plain(decoder, PROMPT[seq:], 60, sampling, kv)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, NOISY])
@@ -313,7 +313,7 @@ def test_logits_that_are_not_finite_leave_the_other_sequences_as_they_were(
 
 def test_a_guess_whose_row_is_not_finite_changes_nothing(tmp_path: Path) -> None:
     """Masked keys of one attention call count 0 x NaN, so the guess spoils the row of the root."""
-    decoder = load_decoder(_write(tmp_path, "target"), dtype=torch.float64, exact=False)
+    decoder = load_decoder(_write(tmp_path, "target"), dtype=torch.float64)
     right = plain(decoder, PROMPT, 6, GREEDY)
     spoilt = next(token for token in range(VOCAB) if token not in (*PROMPT, *right))
     decoder.embedding.data = decoder.embedding.clone()  # the head goes on with the sound one

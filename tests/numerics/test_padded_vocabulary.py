@@ -45,7 +45,7 @@ def test_a_target_chooses_the_best_of_the_known_tokens(
     assert engine.hello().vocab_size == KNOWN
     output = stream(engine, sampling)
     assert max(output) < KNOWN
-    decoder = load_decoder(tiny_llama, dtype=torch.float32, exact=False)
+    decoder = load_decoder(tiny_llama, dtype=torch.float32)
     _, logits = prefill(decoder, [*PROMPT, *output])
     logits = logits[len(PROMPT) - 1 : -1, :KNOWN].clone()
     count = len(output)

@@ -9,9 +9,10 @@ from orchestrator.core import Core
 from orchestrator.k_policy import FixedK, KPolicy
 from orchestrator.request import Finished, FinishReason, Mode, Request, Stopper
 from protos.messages import GREEDY, Sampling
+from target_workers.runner import Forward
 from tests.faults import Plan, calm
 from tests.script_drafter import CHAINS, SLOTS, Guesser, TokenProposer, script_drafter
-from tests.script_lm import ScriptLM, Shape, ref_decode, script_target
+from tests.script_lm import ScriptForward, ScriptLM, Shape, ref_decode, script_target
 from tests.simulation.world import Served, World
 
 STEP_S = 0.016
@@ -109,13 +110,14 @@ def scene(
     target: Shape = TARGET,
     plan: Plan = calm,
     stopper: Callable[[Request], Stopper] = IdStopper,
+    forward: Callable[..., Forward] = ScriptForward,
     **changes,
 ) -> Scene:
     """A world with a target; `changes` go over the configuration."""
     lm = ScriptLM(seed=seed)
     config = replace(config, **changes)
     world = World(config, stopper, policy)
-    world.add_target(script_target(lm, target), step_s, plan)
+    world.add_target(script_target(lm, target, forward=forward), step_s, plan)
     return Scene(world, lm)
 
 

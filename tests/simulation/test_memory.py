@@ -5,16 +5,24 @@ The world asserts that no link is dropped: both ends agree on the pages after ev
 
 import itertools
 import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 
 import pytest
 
 from drafter_workers.config import GrowthConfig
+from orchestrator.events import TargetSaid
 from orchestrator.k_policy import ScriptedK
 from orchestrator.request import Finished, FinishReason, Mode, Refusal, Refused, Request
-from protos.messages import Sampling, StepClose
+from orchestrator.sequence import Sequence
+from orchestrator.target_desk import TargetDesk
+from protos.messages import Sampling, StepClose, StepOpen, Stepped
+from target_workers.runner import Forward
+from tests.cached_lm import CachedForward
 from tests.faults import calm, seeded
 from tests.script_drafter import honest, perfect, worst
-from tests.script_lm import Shape
+from tests.script_lm import ScriptForward, Shape
 from tests.simulation.scene import BOTH, Scene, request, scene
 
 
@@ -35,6 +43,42 @@ def some(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(32) for _ in range(count)]
 
 
+@contextmanager
+def forking() -> Iterator[None]:
+    """Every sequence names the one before it as its parent, alive or not, kin or not."""
+    plain = TargetDesk._opening
+
+    def opening(desk: TargetDesk, seq: Sequence) -> StepOpen:
+        return replace(plain(desk, seq), parent=seq.seq - 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TargetDesk, "_opening", opening)
+        yield
+
+
+def copies(stage: Scene) -> int:
+    """How many opens began with a part of a page."""
+    size = stage.world.targets[0]._engine.hello().page_size
+    said = [event.message for event, _ in stage.world.log if isinstance(event, TargetSaid)]
+    stepped = [message for message in said if isinstance(message, Stepped)]
+    return sum(found % size > 0 for each in stepped for found in each.cached)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How a target's memory is used: what keeps its rows, and whether sequences have parents."""
+
+    forward: Callable[..., Forward] = ScriptForward
+    forks: bool = False
+
+    def use(self) -> AbstractContextManager[None]:
+        return forking() if self.forks else nullcontext()
+
+
+PLAIN, FORKED, INT8 = Memory(), Memory(forks=True), Memory(CachedForward, forks=True)
+MEMORIES = pytest.mark.parametrize("memory", [PLAIN, FORKED, INT8], ids=["plain", "forks", "int8"])
+
+
 def rounds_of(stage: Scene, seq: int) -> list[tuple[int, int]]:
     """Guesses verified and accepted, round by round."""
     return [(r.used, r.accepted) for r in stage.world.rounds if r.seq == seq]
@@ -43,8 +87,13 @@ def rounds_of(stage: Scene, seq: int) -> list[tuple[int, int]]:
 # Law 1 with little memory.
 
 
-def play(seed: int) -> Scene:
+def play(seed: int, memory: Memory = PLAIN) -> Scene:
     """Random requests with common beginnings on a target that holds one to six of them."""
+    with memory.use():
+        return _play(seed, memory)
+
+
+def _play(seed: int, memory: Memory) -> Scene:
     rng = random.Random(seed)
     stage = scene(
         seed=seed,
@@ -56,6 +105,7 @@ def play(seed: int) -> Scene:
         lookup=rng.random() < 0.3,
         step_rows=rng.choice((8, 16, 256)),
         max_sequences=rng.randrange(1, 9),
+        forward=memory.forward,
     )
     weather = seeded(seed, max_delay_s=0.02, again=0.1, stall=0.03)
     for _ in range(rng.randrange(3)):
@@ -101,23 +151,39 @@ def test_output_equals_plain_decoding_with_little_memory_and_any_faults(seed: in
     play(seed)
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_it_does_so_over_rows_that_parents_share(seed: int) -> None:
+    play(seed, INT8 if seed % 4 == 0 else FORKED)
+
+
 def test_those_histories_preempt_and_share_enough_to_mean_something() -> None:
-    counters = [play(seed).world.core.counters for seed in range(30)]
+    stages = [play(seed, FORKED) for seed in range(30)]
+    counters = [stage.world.core.counters for stage in stages]
     assert sum(c.preemptions for c in counters) > 15
     assert sum(c.cached_tokens > 0 for c in counters) > 15
+    assert sum(map(copies, stages)) > 10
 
 
+@MEMORIES
 @pytest.mark.parametrize("fits", [1, 2, 3])
 @pytest.mark.parametrize("sampling", BOTH)
-def test_all_finish_where_only_some_fit(fits: int, sampling: Sampling) -> None:
+def test_all_finish_where_only_some_fit(fits: int, sampling: Sampling, memory: Memory) -> None:
     """Case B041: the pool fits 2 of 4, K is 8."""
-    stage = scene(target=pool(fits * 80), k=8)
+    stage = scene(target=pool(fits * 80), k=8, forward=memory.forward)
     stage.add_drafter(perfect)
-    asked = [request(str(i), [i] * 20, 60, sampling=sampling) for i in range(4)]
-    serve(stage, *asked)
-    assert stage.world.core.counters.preemptions > 0
+    heads = [[0] * 19 if memory.forks else [i] * 19 for i in range(4)]
+    asked = [request(str(i), [*heads[i], i], 60, sampling=sampling) for i in range(4)]
+    with memory.use():
+        for i, each in enumerate(asked):
+            stage.world.submit(each, at=0.02 * i)
+        stage.world.run()
+        stage.check_replay()
+    for each in asked:
+        stage.check(each)
+    # Three that share their prompt leave room for the fourth.
+    assert stage.world.core.counters.preemptions > 0 or (memory.forks and fits == 3)
+    assert (copies(stage) > 0) == memory.forks
     stage.check_nothing_left()
-    stage.check_replay()
 
 
 def test_guesses_shrink_before_anyone_is_paused() -> None:
@@ -365,17 +431,42 @@ def test_nothing_is_held_after_each_of_a_hundred_requests(k: int, page_size: int
         drain(stage)
 
 
-def soak(count: int) -> None:
+@pytest.mark.parametrize("memory", [FORKED, INT8], ids=["forks", "int8"])
+def test_nothing_is_held_after_each_of_fifty_families(memory: Memory) -> None:
+    """Case B039, each request with another on its heels that has the same prompt."""
+    rng = random.Random(4)
+    stage = scene(target=pool(400, 16), k=4, shape="tree", forward=memory.forward)
+    stage.add_drafter(honest, 0.001)
+    with memory.use():
+        for i in range(50):
+            prompt, more = some(rng, rng.randrange(17, 40)), some(rng, 2)
+            now = stage.world.clock.now()
+            stage.world.submit(request(f"{i}a", prompt, 20), at=now)
+            stage.world.submit(request(f"{i}b", prompt + more, rng.randrange(1, 12)), at=now + 0.05)
+            stage.world.run()
+            drain(stage)
+    assert copies(stage) > 30
+
+
+def soak(count: int, memory: Memory) -> None:
+    with memory.use():
+        _soak(count, memory)
+
+
+def _soak(count: int, memory: Memory) -> None:
     """Case B040: concurrency 16, a fifth cancelled, a tenth with a stop, K of 0 to 8."""
     rng = random.Random(9)
     policy = ScriptedK([rng.randrange(9) for _ in range(50)])
-    stage = scene(target=pool(600, 16), k=8, max_sequences=16, policy=policy)
+    stage = scene(
+        target=pool(600, 16), k=8, max_sequences=16, policy=policy, forward=memory.forward
+    )
     stage.add_drafter(honest, 0.001)
+    head = some(rng, 40) if memory.forks else []
     for batch in range(0, count, 100):
         asked = [
             request(
                 str(batch + i),
-                some(rng, rng.randrange(1, 81)),
+                head[: rng.randrange(41)] + some(rng, rng.randrange(1, 81 - len(head))),
                 rng.randrange(1, 41),
                 stop_token_ids=(rng.randrange(32),) if rng.random() < 0.1 else (),
             )
@@ -395,15 +486,19 @@ def soak(count: int) -> None:
                 stage.check(each)
         drain(stage)
 
+    assert (copies(stage) > count // 4) == memory.forks
 
-def test_no_page_drifts_over_many_requests() -> None:
-    soak(200)
+
+@MEMORIES
+def test_no_page_drifts_over_many_requests(memory: Memory) -> None:
+    soak(100 if memory is INT8 else 200, memory)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_no_page_drifts_over_two_thousand_requests() -> None:
-    soak(2000)
+@MEMORIES
+def test_no_page_drifts_over_two_thousand_requests(memory: Memory) -> None:
+    soak(2000, memory)
 
 
 # Chunked prefill.

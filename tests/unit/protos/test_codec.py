@@ -21,6 +21,8 @@ from protos.messages import (
     Guess,
     Held,
     Hello,
+    Join,
+    Joined,
     Message,
     Need,
     Open,
@@ -58,8 +60,8 @@ MESSAGES = st.one_of([values(cls) for cls in TAGS.values()])
 
 GOLDEN: dict[str, tuple[Message, str]] = {
     "hello": (
-        Hello(1, "target", 7, "m", "v", 49152, 8192, 16, 512, 64, "features"),
-        "9c0101a674617267657407a16da176cdc000cd200010cd020040a86665617475726573",
+        Hello(1, "target", 7, "m", "v", 49152, 8192, 16, 512, 64, "features", 4000),
+        "9d0101a674617267657407a16da176cdc000cd200010cd020040a86665617475726573cd0fa0",
     ),
     "open": (
         Open(3, 1, (5, 6), Sampling(0.5, 9), 32),
@@ -77,12 +79,12 @@ GOLDEN: dict[str, tuple[Message, str]] = {
         Step(
             4,
             123,
-            (StepOpen(3, (5, 6), Sampling(), "", "s", False),),
+            (StepOpen(3, (5, 6), Sampling(), "", "s", False, 2),),
             (Extend(3, 1, (6,), (TreeNode(-1, 8),), (0, 1)),),
             (StepClose(2, (0,)),),
             2,
         ),
-        "9708047b91960392050692cb000000000000000000a0a173c29195030191069291ff9108920001919202910002",
+        "9708047b91970392050692cb000000000000000000a0a173c2029195030191069291ff9108920001919202910002",
     ),
     "stepped": (
         Stepped(4, (Verdict(3, 2, (0,), 8, (-0.5,), "e"),), (1,), 99, 0.25, 0.125),
@@ -90,9 +92,11 @@ GOLDEN: dict[str, tuple[Message, str]] = {
     ),
     "audit": (Audit(5), "920a05"),
     "audit reply": (
-        AuditReply(5, 8, 4, 2, (Held(3, 20, 2),), (Counter("late", 1),), 1),
-        "980b05080402939103911491029291a46c617465910101",
+        AuditReply(5, 8, 4, 2, (Held(3, 20, 2),), (Counter("late", 1),), 1, 77),
+        "990b05080402939103911491029291a46c6174659101014d",
     ),
+    "join": (Join(2, 1, ("a:1", "b:2"), "k"), "950c020192a3613a31a3623a32a16b"),
+    "joined": (Joined(2), "920d02"),
 }
 
 
@@ -199,6 +203,14 @@ def test_fields_of_a_later_release_are_ignored(tag: int, extra: int) -> None:
 def test_a_missing_last_field_takes_its_default() -> None:
     short = msgpack.unpackb(encode(Step(1, 2, cores=3)))[:-1]
     assert decode(msgpack.packb(short)) == Step(1, 2)
+
+
+def test_an_open_of_an_earlier_release_has_no_parent() -> None:
+    step = msgpack.unpackb(encode(Step(1, 2, (StepOpen(3, (5,), Sampling()),))))
+    del step[3][0][-1]
+    decoded = decode(msgpack.packb(step))
+    assert isinstance(decoded, Step)
+    assert decoded.opens[0].parent == -1
 
 
 def test_an_unknown_tag_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from protos.engine_thread import EngineThread, Link, LinkLimits
 from protos.messages import GREEDY, Audit, AuditReply, Close, Grow, Hello, Message, Open
-from protos.worker import Engine
+from protos.worker import GROUP_BROKEN, Engine, GroupBroken
 from tests.fakes import BROKEN, WRONG, ToyEngine
 
 WAIT_S = 5.0
@@ -130,6 +130,36 @@ def test_a_bug_ends_the_link_and_is_logged(run: Run, caplog: pytest.LogCaptureFi
     link.send(Audit(BROKEN))
     assert ear.cause() == "the engine failed: RuntimeError: planted: a bug"
     assert "planted: a bug" in caplog.text
+
+
+def test_a_broken_group_ends_the_link_with_its_cause(run: Run) -> None:
+    engine = ToyEngine()
+
+    def handle(_message: Message) -> list[Message]:
+        raise GroupBroken("rank 1 is gone")
+
+    engine.handle = handle
+    ear = Ear()
+    link = ear.connect(run(lambda: engine))
+    link.send(Audit(1))
+    assert ear.cause() == f"{GROUP_BROKEN}rank 1 is gone"
+
+
+def test_it_says_how_long_the_engine_has_been_at_a_piece_of_work(run: Run) -> None:
+    engine = HeldEngine()
+    thread = run(lambda: engine)
+    ear = Ear()
+    link = ear.connect(thread)
+    ear.hear()
+    assert thread.busy_s == 0.0
+    link.send(Audit(1))
+    assert engine.entered.wait(WAIT_S)
+    first, second = thread.busy_s, thread.busy_s
+    assert 0.0 < first <= second
+    engine.go_on.set()
+    ear.hear()
+    assert thread.stop()
+    assert thread.busy_s == 0.0
 
 
 def test_the_next_link_finds_a_reset_engine(run: Run) -> None:

@@ -16,8 +16,11 @@ name = "small"
 device = "cpu"
 tp = 1
 dtype = "bf16"
+kv_dtype = "int8"
+weight_dtype = "int8"
 exact = true
 page_size = 16
+num_pages = 4096
 cores = [0, 1]
 [[drafter]]
 method = "small_model"

@@ -2,13 +2,13 @@
 
 import pytest
 
-from services.config import Config, DrafterConfig, LimitsConfig, SpeculationConfig, TargetConfig
+from services.config import MAX_K, Config, DrafterConfig, SpeculationConfig, TargetConfig
 from services.errors import ConfigError
-from services.plan import Plan, Room, cache_tokens, share_out, tokens_per_sequence
+from services.plan import Plan, Room, guesses_per_sequence, share_out
 
 
-def plan(cores: int, *drafters: DrafterConfig, target: tuple[int, ...] = ()) -> Plan:
-    config = Config(target=TargetConfig(cores=target), drafter=drafters)
+def plan(cores: int, *drafters: DrafterConfig, target: tuple[int, ...] = (), tp: int = 1) -> Plan:
+    config = Config(target=TargetConfig(cores=target, tp=tp), drafter=drafters)
     return share_out(config, range(cores))
 
 
@@ -86,22 +86,68 @@ def test_no_drafter_is_seated_if_drafters_are_no_source() -> None:
     assert share_out(config, range(2)).drafters == ()
 
 
-def test_caches_get_what_is_wanted_if_it_fits_and_else_what_fits() -> None:
-    assert cache_tokens(1000, 100, token_bytes=10, free_bytes=1 << 20) == 1000
-    assert cache_tokens(1000, 100, token_bytes=10, free_bytes=10_000) == 500
-
-
-@pytest.mark.parametrize("free_bytes", [1999, -5])
-def test_a_cache_too_small_for_one_sequence_is_refused(free_bytes: int) -> None:
-    with pytest.raises(ConfigError, match=r"limits\.max_context: a cache of 100 tokens"):
-        cache_tokens(1000, 100, token_bytes=10, free_bytes=free_bytes)
-
-
 def test_a_sequence_has_room_for_its_guesses() -> None:
-    config = Config(limits=LimitsConfig(max_context=100), speculation=SpeculationConfig(credit=300))
-    assert tokens_per_sequence(config, 100) == 400
+    assert guesses_per_sequence(Config(speculation=SpeculationConfig(credit=300))) == 300
+    assert guesses_per_sequence(Config()) == MAX_K
 
 
 def test_a_worker_on_a_gpu_asks_ray_for_one() -> None:
     assert Room(2).bundle == {"CPU": 2.0}
     assert Room(1, num_gpus=1).bundle == {"CPU": 1.0, "GPU": 1.0}
+
+
+def rank_cores(found: Plan) -> list[tuple[int, ...]]:
+    assert [seat.name for seat in found.ranks] == [
+        f"target rank {i}" for i in range(len(found.ranks))
+    ]
+    assert [seat.rank for seat in found.ranks] == [*range(len(found.ranks))]
+    return [seat.cores for seat in found.ranks]
+
+
+def test_a_target_in_one_piece_has_one_seat() -> None:
+    found = plan(2)
+    assert found.ranks == ()
+    assert found.target_seats == (found.target,)
+
+
+def test_ranks_share_out_the_targets_cores() -> None:
+    found = plan(4, tp=2)
+    assert rank_cores(found) == [(0, 1), (2, 3)]
+    assert (found.cores_alone, found.cores_shared, found.own) == (2, 2, (0, 1, 2, 3))
+    assert found.processes == found.ranks
+
+
+def test_every_rank_gives_a_core_to_the_drafter_while_it_drafts() -> None:
+    found = plan(8, DrafterConfig(path="d"), tp=2)
+    assert found.drafters[0].cores == (6, 7)
+    assert rank_cores(found) == [(0, 1, 2, 6), (3, 4, 5, 7)]
+    assert (found.cores_alone, found.cores_shared) == (4, 3)
+
+
+def test_an_odd_core_is_left_to_the_rank_that_can_use_it() -> None:
+    found = plan(5, tp=2)
+    assert rank_cores(found) == [(0, 1), (2, 3, 4)]
+    assert (found.cores_alone, found.cores_shared) == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("cores", "drafters", "expected"),
+    [
+        (2, 1, [(0,), (1,)]),
+        (2, 0, [(0,), (1,)]),
+        (1, 0, [(0,), (0,)]),
+        (3, 1, [(0,), (1, 2)]),
+    ],
+)
+def test_every_rank_has_a_core_however_few_there_are(
+    cores: int, drafters: int, expected: list[tuple[int, ...]]
+) -> None:
+    found = plan(cores, *[DrafterConfig(path="d")] * drafters, tp=2)
+    assert rank_cores(found) == expected
+    assert (found.cores_alone, found.cores_shared) == (1, 1)
+
+
+def test_ranks_elsewhere_have_no_cores_of_ours() -> None:
+    found = share_out(Config(target=TargetConfig(tp=3)), ())
+    assert rank_cores(found) == [(), (), ()]
+    assert (found.cores_alone, found.own) == (0, ())

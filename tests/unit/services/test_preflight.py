@@ -66,14 +66,6 @@ def test_a_good_configuration_gives_folders_and_tokenizer(good: Config, folder: 
     models = check(good, METHODS)
     assert (models.target, models.drafters) == (folder, (folder,))
     assert models.tokenizer.vocab_size > 256
-    assert models.weights_bytes == (folder / "model.safetensors").stat().st_size
-
-
-def test_weights_are_counted_once_per_folder(good: Config, folder: Path, tmp_path: Path) -> None:
-    other = with_weights(byte_level_folder(tmp_path))
-    config = replace(good, drafter=(DrafterConfig(path=str(other)),) * 2)
-    each = check(good, METHODS).weights_bytes
-    assert check(config, METHODS).weights_bytes == 2 * each
 
 
 def cut(folder: Path) -> None:
@@ -142,9 +134,8 @@ def test_a_method_that_is_not_known(good: Config) -> None:
     refused(config, "drafter.0.method is 'magic'; known are small_model")
 
 
-def test_devices_and_shards_that_are_not_served(good: Config) -> None:
+def test_exact_mode_on_a_gpu(good: Config) -> None:
     refused(replace(good, target=TargetConfig(device="cuda", exact=True)), "target.exact: ")
-    refused(replace(good, target=TargetConfig(tp=2)), "target.tp: ")
 
 
 def test_what_comes_with_a_later_release_is_refused_if_it_was_asked_for(good: Config) -> None:

@@ -17,17 +17,6 @@ def test_rows_come_in_run_order() -> None:
     assert batch.tokens.tolist() == [7, 8, 9]
     assert batch.positions.tolist() == [3, 4, 0]
     assert batch.slots.tolist() == [3, 4, 100]
-    assert batch.num_rows == 3
-
-
-def test_padding_repeats_the_last_row() -> None:
-    batch = build_batch([run_of([7, 8, 9], 2, 0)])
-    assert batch.padded(3) is batch and batch.padded(2) is batch
-    padded = batch.padded(8)
-    assert padded.tokens.tolist() == [7, 8, 9, 9, 9, 9, 9, 9]
-    assert padded.positions.tolist() == [2, 3, 4, 4, 4, 4, 4, 4]
-    assert padded.slots.tolist() == [2, 3, 4, 4, 4, 4, 4, 4]
-    assert padded.num_rows == 3
 
 
 def test_a_run_that_lacks_history_is_a_bug() -> None:

@@ -13,6 +13,7 @@ from target_workers.config import TargetConfig
         ("max_rows", -1),
         ("max_context", 0),
         ("dtype", "int4"),
+        ("kv_dtype", "fp8"),
         ("vocab_size", -1),
         ("threads", (2, 0)),
     ],

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from target_workers.model.config import Json, ModelConfig, ModelError
-from target_workers.model.loading import load_decoder, model_hash
+from target_workers.model.loading import load_decoder, load_reference, model_hash
 from tests.tiny import make_tiny_llama
 
 WEIGHTS = "model.safetensors"
@@ -53,7 +53,7 @@ def shard(folder: Path) -> None:
 
 def load_error(folder: Path) -> str:
     with pytest.raises(ModelError) as caught:
-        load_decoder(folder, dtype=torch.float32, exact=False)
+        load_decoder(folder, dtype=torch.float32)
     return str(caught.value)
 
 
@@ -84,11 +84,57 @@ def test_a_wrong_value_in_the_config_is_named(folder: Path, key: str, value: Jso
     assert key in load_error(folder)
 
 
-def test_a_sliding_window_bounds_the_context(folder: Path) -> None:
-    edit_config(folder, architectures=["MistralForCausalLM"], sliding_window=128)
-    assert ModelConfig.from_folder(folder).max_context == 128
-    edit_config(folder, architectures=["Qwen2ForCausalLM"], use_sliding_window=False)
-    assert ModelConfig.from_folder(folder).max_context == 2048
+MISTRAL, LLAMA = "MistralForCausalLM", "LlamaForCausalLM"
+QWEN = "Qwen2ForCausalLM"
+SLIDING, FULL = "sliding_attention", "full_attention"
+ON = {"use_sliding_window": True, "sliding_window": 128}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes", "windows"),
+    [
+        (MISTRAL, {"sliding_window": 128}, (128, 128)),
+        (MISTRAL, {"sliding_window": None}, ()),
+        (MISTRAL, {"sliding_window": 2047}, (2047, 2047)),
+        (MISTRAL, {"sliding_window": 2048}, ()),
+        (MISTRAL, {"max_position_embeddings": 32768}, (4096, 4096)),
+        (LLAMA, {"sliding_window": 128}, ()),
+        (QWEN, {"sliding_window": 128}, ()),
+        (QWEN, {**ON, "use_sliding_window": False}, ()),
+        (QWEN, ON, ()),
+        (QWEN, {**ON, "max_window_layers": 1}, (0, 128)),
+        (QWEN, {**ON, "max_window_layers": 0}, (128, 128)),
+        (QWEN, {**ON, "max_window_layers": 2}, ()),
+        (QWEN, {**ON, "layer_types": [SLIDING, FULL], "max_window_layers": 0}, (128, 0)),
+        (QWEN, {**ON, "layer_types": [FULL, FULL]}, ()),
+        ("Qwen3ForCausalLM", {**ON, "max_window_layers": 1}, (0, 128)),
+    ],
+)
+def test_every_layer_has_the_window_that_transformers_gives_it(
+    folder: Path, architecture: str, changes: dict[str, Json], windows: tuple[int, ...]
+) -> None:
+    edit_config(folder, architectures=[architecture], **changes)
+    config = ModelConfig.from_folder(folder)
+    assert config.windows == windows
+    assert [config.window(layer) for layer in (0, 1)] == list(windows or (0, 0))
+    assert config.max_context == changes.get("max_position_embeddings", 2048)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"sliding_window": "128"}, "sliding_window"),
+        ({"max_window_layers": -1}, "max_window_layers"),
+        ({"layer_types": [SLIDING]}, "layer_types"),
+        ({"layer_types": [SLIDING, "chunked_attention"]}, "layer_types"),
+        ({"layer_types": [SLIDING, [FULL]]}, "layer_types"),
+    ],
+)
+def test_a_window_that_makes_no_sense_is_named(
+    folder: Path, changes: dict[str, Json], key: str
+) -> None:
+    edit_config(folder, architectures=[QWEN], **{**ON, **changes})
+    assert key in load_error(folder)
 
 
 def test_a_missing_tensor_is_named(folder: Path) -> None:
@@ -128,8 +174,8 @@ def test_a_file_that_is_no_safetensors_is_refused(folder: Path, content: bytes) 
 
 def test_shards_load_like_one_file(folder: Path, original: Path) -> None:
     shard(folder)
-    whole = load_decoder(original, dtype=torch.float32, exact=False)
-    parts = load_decoder(folder, dtype=torch.float32, exact=False)
+    whole = load_reference(original, dtype=torch.float32)
+    parts = load_reference(folder, dtype=torch.float32)
     assert torch.equal(whole.embedding, parts.embedding)
     assert model_hash(folder) == model_hash(original)
 

@@ -55,15 +55,20 @@ def test_trimming_keeps_the_page_of_the_last_row() -> None:
     pages.check()
 
 
-def test_a_failed_growth_changes_nothing_and_works_later() -> None:
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_failed_growth_changes_nothing_and_works_later(forked: bool) -> None:
     """Case B045: three pages, two more wanted, one free."""
     pages = make(a=12, b=8)
-    before = pages.slots(0).tolist()
-    assert not pages.grow(0, 20)
-    assert (pages.held(0), pages.free) == (3, 1)
-    assert pages.slots(0).tolist() == before
+    seq = 2 if forked else 0
+    if forked:
+        pages.open(2)
+        assert pages.fork(2, 0, 12)[0] == 12
+    before = pages.slots(seq).tolist()
+    assert not pages.grow(seq, 20)
+    assert (pages.held(seq), pages.free) == (3, 1)
+    assert pages.slots(seq).tolist() == before
     pages.close(1)
-    assert pages.grow(0, 20)
+    assert pages.grow(seq, 20)
     pages.check()
 
 
@@ -104,6 +109,38 @@ def test_the_idle_check_finds_what_no_sequence_holds() -> None:
     pages._free.pop()
     with pytest.raises(AssertionError, match="1 pages are lost"):
         pages.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("plant", "found"),
+    [
+        (lambda pages: pages._references.__setitem__(2, 1), "held by no table"),
+        (lambda pages: pages._free.__setitem__(0, pages._free[1]), "free twice"),
+    ],
+)
+def test_the_idle_check_looks_at_every_page(plant, found) -> None:
+    pages = make()
+    plant(pages)
+    with pytest.raises(AssertionError, match=found):
+        pages.check_idle()
+
+
+def test_pages_with_rows_to_come_are_shared_with_nobody() -> None:
+    pages = make(a=10, b=2)
+    pages.check_rows({0: 10, 1: 2})
+    pages.check_rows({0: 12, 1: 0})
+    pages.open(2)
+    pages.fork(2, 0, 8)
+    pages.check_rows({0: 8, 1: 2, 2: 8})
+    with pytest.raises(AssertionError, match="sequence 0 shares page 1"):
+        pages.check_rows({0: 7, 1: 2, 2: 8})
+    pages.enter(1, [b"key"])
+    with pytest.raises(AssertionError, match="sequence 1 shares page 3"):
+        pages.check_rows({0: 8, 1: 2, 2: 8})
+    with pytest.raises(AssertionError, match="rows of sequence 1 have no page"):
+        pages.check_rows({0: 8, 1: 5, 2: 8})
+    with pytest.raises(AssertionError, match="a table without"):
+        pages.check_rows({0: 8, 1: 2})
 
 
 def test_slots_are_what_torch_indexes_with() -> None:

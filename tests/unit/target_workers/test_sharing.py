@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from protos.messages import GREEDY, Extend, Held, Sampling, StepClose, StepOpen, Stepped, TreeNode
-from target_workers.engine import TargetEngine
-from tests.duo import audit, counts, step
+from protos.messages import GREEDY, Extend, Held, Sampling, StepClose, StepOpen, TreeNode
+from tests.driver import Driver
+from tests.duo import audit, counts
 from tests.script_lm import ScriptLM, Shape, ref_decode, script_target
 
 LM = ScriptLM(vocab=16, seed=3)
@@ -14,39 +14,18 @@ PROMPT = tuple(range(1, 14))
 SHAPE = Shape(page_size=4, num_pages=16)
 
 
-class Driver:
-    """Sends steps to an engine; numbers them."""
+class Serving(Driver):
+    """Over the scripted model, whose answers it knows."""
 
     def __init__(self, shape: Shape = SHAPE, broken: Sequence[int] = ()) -> None:
-        self.engine: TargetEngine = script_target(LM, shape, broken)
-        self._step = 0
-
-    def send(
-        self,
-        opens: Sequence[StepOpen] = (),
-        extends: Sequence[Extend] = (),
-        closes: Sequence[StepClose] = (),
-    ) -> Stepped:
-        self._step += 1
-        (stepped,) = self.engine.handle(step(self._step, opens, extends, closes))
-        audit(self.engine)
-        return stepped
-
-    def open(self, seq: int, tokens: Sequence[int] = PROMPT, **fields) -> int:
-        """Open a sequence by itself; how many tokens were cached."""
-        (found,) = self.send([StepOpen(seq, tuple(tokens), GREEDY, **fields)]).cached
-        return found
-
-    def extend(self, seq: int, start: int, tokens: Sequence[int], nodes=(), keep=()):
-        (verdict,) = self.send([], [Extend(seq, start, tuple(tokens), nodes, keep)]).verdicts
-        return verdict
+        super().__init__(script_target(LM, shape, broken))
 
     def serve(self, seq: int, tokens: Sequence[int] = PROMPT, **fields) -> int:
         """Open, compute what is not cached, and close; how many tokens were cached."""
         found = self.open(seq, tokens, **fields)
         verdict = self.extend(seq, found, tokens[found:])
         assert verdict.next_token == LM.choose(tokens), verdict
-        self.send(closes=[StepClose(seq)])
+        self.close(seq)
         return found
 
 
@@ -56,14 +35,14 @@ def chain(*tokens: int) -> tuple[TreeNode, ...]:
 
 @pytest.mark.parametrize("length", range(1, 14))
 def test_whole_pages_are_found_but_never_the_last_token(length: int) -> None:
-    driver = Driver()
+    driver = Serving()
     assert driver.serve(1, PROMPT[:length]) == 0
     assert driver.serve(2, PROMPT[:length]) == (length - 1) // 4 * 4
     assert counts(driver.engine)["found"] == (length - 1) // 4 * 4
 
 
 def test_a_prefix_is_shared_with_whatever_follows_it() -> None:
-    driver = Driver()
+    driver = Serving()
     driver.serve(1, PROMPT)
     assert driver.serve(2, (*PROMPT[:8], 0, 0, 0, 0, 0)) == 8
     assert driver.serve(3, (*PROMPT[:7], 0, 0, 0)) == 4
@@ -71,7 +50,7 @@ def test_a_prefix_is_shared_with_whatever_follows_it() -> None:
 
 
 def test_another_sampling_shares_but_another_salt_does_not() -> None:
-    driver = Driver()
+    driver = Serving()
     driver.serve(1, PROMPT, cache_salt="a")
     assert driver.open(2, PROMPT) == 0
     assert driver.open(3, PROMPT, cache_salt="b") == 0
@@ -80,7 +59,7 @@ def test_another_sampling_shares_but_another_salt_does_not() -> None:
 
 
 def test_a_sequence_without_prefix_cache_neither_takes_nor_gives() -> None:
-    driver = Driver()
+    driver = Serving()
     driver.serve(1, PROMPT, prefix_cache=False)
     assert audit(driver.engine).cached_pages == 0
     assert driver.serve(2, PROMPT) == 0
@@ -89,7 +68,7 @@ def test_a_sequence_without_prefix_cache_neither_takes_nor_gives() -> None:
 
 
 def test_an_open_with_an_extend_takes_nothing() -> None:
-    driver = Driver()
+    driver = Serving()
     driver.serve(1, PROMPT)
     opens = [StepOpen(2, PROMPT, GREEDY), StepOpen(3, PROMPT, GREEDY)]
     stepped = driver.send(opens, [Extend(2, 0, PROMPT)])
@@ -98,14 +77,14 @@ def test_an_open_with_an_extend_takes_nothing() -> None:
 
 
 def test_the_first_extend_starts_where_cached_says() -> None:
-    driver = Driver()
+    driver = Serving()
     driver.serve(1, PROMPT)
     assert driver.open(2, PROMPT) == 12
     assert "starts at 0, 12 rows are cached" in driver.extend(2, 0, PROMPT).error
 
 
 def test_pages_are_shared_while_their_sequence_runs() -> None:
-    driver = Driver()
+    driver = Serving()
     driver.open(1, PROMPT)
     first = driver.extend(1, 0, PROMPT).next_token
     assert driver.open(2, PROMPT) == 12
@@ -118,14 +97,14 @@ def test_pages_are_shared_while_their_sequence_runs() -> None:
 
 
 def test_a_prefill_chunk_is_shared_as_soon_as_it_is_computed() -> None:
-    driver = Driver()
+    driver = Serving()
     driver.open(1, PROMPT)
     driver.send([], [Extend(1, 0, PROMPT[:9])])
     assert driver.open(2, PROMPT) == 8
 
 
 def test_the_open_of_a_step_finds_what_its_close_gives() -> None:
-    driver = Driver()
+    driver = Serving()
     driver.open(1, PROMPT[:5])
     verdict = driver.extend(1, 0, PROMPT[:5], chain(*ref_decode(LM, PROMPT[:5], 3)))
     text = (*PROMPT[:5], *ref_decode(LM, PROMPT[:5], 4))
@@ -136,7 +115,7 @@ def test_the_open_of_a_step_finds_what_its_close_gives() -> None:
 @pytest.mark.parametrize("kept", [0, 1, 2, 3])
 def test_only_kept_guesses_get_into_the_cache(kept: int) -> None:
     """Cases B058, B059: nothing after a stop, nothing rejected, nothing merely guessed."""
-    driver = Driver()
+    driver = Serving()
     right = ref_decode(LM, PROMPT[:5], 12)
     # A tree: the right path is not in its place until it has been kept.
     nodes = (TreeNode(-1, (right[0] + 1) % 16), TreeNode(-1, right[0]))
@@ -153,7 +132,7 @@ def test_only_kept_guesses_get_into_the_cache(kept: int) -> None:
 
 
 def test_rejected_rows_are_found_by_nobody() -> None:
-    driver = Driver()
+    driver = Serving()
     driver.open(1, PROMPT[:4])
     wrong = (LM.choose(PROMPT[:4]) + 1) % 16
     assert driver.extend(1, 0, PROMPT[:4], chain(wrong, 1, 1, 1)).walk == ()
@@ -162,7 +141,7 @@ def test_rejected_rows_are_found_by_nobody() -> None:
 
 
 def test_rows_with_logits_that_are_not_finite_are_not_shared() -> None:
-    driver = Driver(broken=[5])
+    driver = Serving(broken=[5])
     driver.open(1, PROMPT[:5])
     driver.send([], [Extend(1, 0, PROMPT[:5])])
     driver.send(closes=[StepClose(1)])
@@ -170,7 +149,7 @@ def test_rows_with_logits_that_are_not_finite_are_not_shared() -> None:
 
 
 def test_a_growing_sequence_evicts_what_has_not_been_used_for_longest() -> None:
-    driver = Driver(Shape(page_size=4, num_pages=6))
+    driver = Serving(Shape(page_size=4, num_pages=6))
     driver.serve(1, (1,) * 9)
     driver.serve(2, (2,) * 9)
     assert audit(driver.engine).cached_pages == 4
@@ -180,7 +159,7 @@ def test_a_growing_sequence_evicts_what_has_not_been_used_for_longest() -> None:
 
 
 def test_free_pages_count_what_can_be_evicted() -> None:
-    driver = Driver()
+    driver = Serving()
     driver.open(1, PROMPT)
     assert driver.send([], [Extend(1, 0, PROMPT)]).free_pages == 12
     assert driver.send(closes=[StepClose(1)]).free_pages == 16
@@ -190,7 +169,7 @@ def test_free_pages_count_what_can_be_evicted() -> None:
 
 
 def test_a_lost_page_is_noticed_when_no_sequence_is_open() -> None:
-    driver = Driver()
+    driver = Serving()
     driver.open(1, PROMPT)
     driver.engine._pages._free.pop()
     with pytest.raises(AssertionError, match="1 pages are lost"):
@@ -198,8 +177,7 @@ def test_a_lost_page_is_noticed_when_no_sequence_is_open() -> None:
 
 
 def test_a_reset_forgets_the_cache() -> None:
-    driver = Driver()
+    driver = Serving()
     driver.serve(1, PROMPT)
-    driver.engine.reset()
-    driver._step = 0
+    driver.reset()
     assert driver.serve(1, PROMPT) == 0

@@ -1,0 +1,17 @@
+"""How a kernel is compiled.
+
+In a parallel kernel nothing is written to an array that is a field of a named tuple: Numba takes
+such a write for dead and drops it. What threads do is therefore in functions of its own.
+"""
+
+from numba import njit
+
+# A sum may be reordered by the compiler: the same way for every row, as all run the same code.
+REORDERED = {"reassoc", "contract", "nsz"}
+FUSED = {"contract"}
+
+kernel = njit(nogil=True, cache=True, error_model="numpy")
+fused = njit(nogil=True, cache=True, error_model="numpy", fastmath=FUSED)
+reordered = njit(nogil=True, cache=True, error_model="numpy", fastmath=REORDERED)
+inlined = njit(nogil=True, cache=True, error_model="numpy", inline="always")
+parallel = njit(nogil=True, cache=True, error_model="numpy", parallel=True)
