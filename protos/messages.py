@@ -6,7 +6,7 @@ Positions are absolute token indices, ranges are half-open, times are seconds.
 
 from dataclasses import dataclass
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The model behind a TargetEngine: runs in, chosen tokens out. Here the engine meets torch."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -112,7 +113,7 @@ def load_target(config: TargetConfig, *, vocab_hash: str, incarnation: int) -> T
         PROTOCOL,
         "target",
         incarnation,
-        model_hash(config.path),
+        revision(config),
         vocab_hash,
         vocab_size,
         min(config.max_context, shape.max_context),
@@ -124,6 +125,12 @@ def load_target(config: TargetConfig, *, vocab_hash: str, incarnation: int) -> T
         return _load_rank(config, shape, hello)
     decoder, cache, set_cores = _load(config, Part())
     return TargetEngine(hello, DecoderForward(decoder, cache, vocab_size), set_cores)
+
+
+def revision(config: TargetConfig) -> str:
+    """Of the model and of the types it is computed and kept in, which decide its tokens."""
+    kinds = (config.dtype, config.weight_dtype or config.dtype, config.kv_dtype or config.dtype)
+    return hashlib.sha256(" ".join((model_hash(config.path), *kinds)).encode()).hexdigest()[:32]
 
 
 def _load_rank(config: TargetConfig, shape: ModelConfig, hello: Hello) -> TargetEngine:

@@ -30,7 +30,7 @@ CAPABILITY = 8  # of a device: bfloat16, and tiles of 16 queries
 
 PROOF_WINDOW = 24  # in place of a longer one: the kernel is the same
 PROOF_LENGTH = 200
-# Of a row's length: rounding to bf16 leaves a tenth of it, one key of a window four times as much.
+# Of a row's length: rounding to bf16 is a tenth of it, one key of a window too many ten times it.
 PROOF_TOLERANCE = 0.05
 
 Choose: TypeAlias = Callable[[Setting, torch.dtype], Attention]

@@ -2,7 +2,7 @@
 
 A graph is for a fixed number of rows and reads all that changes from memory that stays where it is.
 Rows that only fill it up are one-token sequences in the cache's spare slot, so that nobody reads
-what they write. What cannot be captured, or comes out wrong, runs row by row of Python as before.
+what they write. What cannot be captured, or comes out wrong, is computed without, and told once.
 """
 
 import logging
@@ -84,7 +84,7 @@ class _Graph:
     recorded: Recorded
 
     def replay(self, batch: RowBatch, spare: int) -> Tensor:
-        """Hidden states of the batch's own rows, until kept by the caller."""
+        """Hidden states of the batch's own rows."""
         _fill(self.inputs, self.attention, batch, spare)
         self.recorded.replay()
         return self.recorded.output[: len(batch.tokens)].clone()

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from protos.codec import DecodeError, encode
 from protos.frames import MAX_PAYLOAD_BYTES, LinkEnded, Outbox, check_hello, pack, unpack
-from protos.messages import GREEDY, Advance, Audit, Hello, Message, Open
+from protos.messages import GREEDY, PROTOCOL, Advance, Audit, Hello, Message, Open
 
 HELLO = Hello(1, "toy", 1, "m", "v", 16, 64, 16, 8, 4)
 LARGE = Open(1, 1, (70000,) * (MAX_PAYLOAD_BYTES // 12), GREEDY, 1)
@@ -54,7 +54,7 @@ def test_random_payloads_raise_only_decode_error(payload: bytes) -> None:
 
 def test_another_protocol_is_refused_naming_both() -> None:
     check_hello(HELLO)
-    with pytest.raises(LinkEnded, match="speaks protocol 9, this orchestrator 1"):
+    with pytest.raises(LinkEnded, match=f"speaks protocol 9, this orchestrator {PROTOCOL}"):
         check_hello(dataclasses.replace(HELLO, protocol=9))
     with pytest.raises(LinkEnded, match="the first message is Audit, not Hello"):
         check_hello(Audit(1))
