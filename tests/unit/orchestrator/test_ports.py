@@ -10,7 +10,7 @@ import pytest
 
 from orchestrator.ports import WorkerLost, WorkerPort
 from protos.engine_thread import LinkLimits
-from protos.messages import GREEDY, Audit, AuditReply, Grow, Hello, Message, Open
+from protos.messages import GREEDY, PROTOCOL, Audit, AuditReply, Grow, Hello, Message, Open
 from protos.worker import Engine
 from tests.fakes import BROKEN, WRONG, ToyEngine
 from tests.opened import local, streamed
@@ -62,7 +62,7 @@ async def test_an_engine_that_raises_is_a_lost_worker_and_can_be_connected_again
 @both
 async def test_another_protocol_is_refused_naming_both(opened: Opened) -> None:
     async with opened(lambda: ToyEngine(protocol=7)) as port:
-        with pytest.raises(WorkerLost, match="speaks protocol 7, this orchestrator 1"):
+        with pytest.raises(WorkerLost, match=f"speaks protocol 7, this orchestrator {PROTOCOL}"):
             await port.connect()
         with pytest.raises(WorkerLost, match="not connected"):
             await port.receive()
