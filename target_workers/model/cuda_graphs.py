@@ -134,10 +134,11 @@ class DecodeGraphs:
         except Exception as error:  # no graph is worse than slow, whatever the reason
             self._refuse(count, f"{type(error).__name__}: {error}")
             return expected
-        if off <= AGREEMENT:
-            self._graphs[count] = graph
-        else:
+        if not off <= AGREEMENT:  # NaN neither
             self._refuse(count, f"its result is off by {off:.2g} of the eager one")
+            return expected
+        self._graphs[count] = graph
+        log.info("captured a CUDA graph for forwards of %d rows", count)
         return expected
 
     def _capture(self, count: int, batch: RowBatch, cache: KVCache) -> _Graph:
@@ -148,7 +149,6 @@ class DecodeGraphs:
         tokens, positions, slots = inputs.unbind(0)
         attend = fixed.over(slots, cache)
         recorded = self._record(lambda: self._compute(tokens, positions, attend))
-        log.info("captured a CUDA graph for forwards of %d rows", count)
         return _Graph(inputs, fixed, recorded)
 
     def _refuse(self, count: int, reason: str) -> None:

@@ -1,7 +1,8 @@
-"""Attention by FlashInfer: a slot is a page of one token and a run is a request. Not yet run.
+"""Attention by FlashInfer: a slot is a page of one token, and a run is a request.
 
 The kernel reads keys and values where they are: nothing is gathered and no mask is built. It takes
-a request's queries for the last of its keys, which is what the rows of a run are.
+a request's queries for the last of its keys, which is what the rows of a run are. Not yet run on a
+GPU.
 """
 
 from collections.abc import Callable, Sequence
