@@ -9,7 +9,7 @@ from target_workers.model.loading import model_hash
 
 
 def load_drafter(config: DrafterConfig, *, vocab_hash: str, incarnation: int) -> DraftEngine:
-    """Load a drafter's weights into an engine. Raises ModelError and ExactModeError."""
+    """Load a drafter's weights into an engine. Raises ModelError."""
     proposer = METHODS[config.method](config)
     own = ModelConfig.from_folder(config.path).vocab_size
     hello = Hello(

@@ -124,11 +124,23 @@ def prepare(config: Config) -> Prepared:
     models = check(config, METHODS)
     here = not config.cluster.address
     shapes = tuple(_shape(folder) for folder in (models.target, *models.drafters))
+    _check_kernels(config.target, shapes[0])
     plan = share_out(config, own_cores() if here else ())
     max_context = min(config.limits.max_context, shapes[0].max_context)
     holders, demand = _holders(config, plan, shapes), Demand.of(config, max_context)
     memory = plan_memory(holders, demand, memory_bytes() if here else None)
     return Prepared(config, models, shapes, plan, max_context, memory)
+
+
+def _check_kernels(target: TargetConfig, shape: ModelConfig) -> None:
+    """Refuse what only our own CPU kernels give, where they do not run."""
+    if target.device == "cpu" and shape.has_kernels(target.dtype):
+        return
+    needs = "needs a CPU, bf16 or fp32, and heads of a multiple of 16"
+    if target.weight_dtype:
+        raise ConfigError(f"target.weight_dtype: {target.weight_dtype} {needs}; leave it empty")
+    if target.is_exact:
+        raise ConfigError(f"target.exact: exact mode {needs}; set it to false")
 
 
 def _holders(config: Config, plan: Plan, shapes: Sequence[ModelConfig]) -> list[Holder]:

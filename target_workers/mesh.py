@@ -1,7 +1,8 @@
 """Connections between the ranks of one group: every rank to every other, bytes both ways.
 
 Whatever goes wrong names the rank it comes from, within a bound. A frame says which exchange it
-belongs to and how long it is, so ranks out of step are found out instead of waiting or misreading.
+belongs to and how long it is, at both its ends, so ranks out of step are found out instead of
+waiting or misreading, and what a rank says when it leaves is not taken for the rest of a body.
 """
 
 import hashlib
@@ -33,7 +34,8 @@ class _Frame:
     def __init__(self, header: bytes | bytearray, body: memoryview) -> None:
         self.header = header
         self.body = body
-        self.parts = [memoryview(header), body]
+        self.trailer = type(header)(header)  # the header again
+        self.parts = [memoryview(header), body, memoryview(self.trailer)]
 
     def advance(self, count: int) -> None:
         while self.parts and count >= len(self.parts[0]):
@@ -42,9 +44,12 @@ class _Frame:
             self.parts[0] = self.parts[0][count:]
 
     def end(self) -> bytes:
-        """The last bytes of the body that have passed."""
-        passed = max(0, len(self.body) - sum(map(len, self.parts)))
-        return bytes(self.body[max(0, passed - _END_BYTES) : passed])
+        """The last bytes that have passed, the header's apart."""
+        left = sum(map(len, self.parts))
+        passed = max(0, len(self.body) + len(self.trailer) - left)
+        of_body = min(passed, len(self.body))
+        body = self.body[max(0, of_body - _END_BYTES) : of_body]
+        return (bytes(body) + self.trailer[: passed - of_body])[-_END_BYTES:]
 
 
 class Mesh:
@@ -134,13 +139,15 @@ class Mesh:
         """Receive what is there; True if that is all."""
         try:
             while frame.parts:
-                is_header = len(frame.parts) == 2
+                is_header = len(frame.parts) == 3
                 count = self._sockets[peer].recv_into(frame.parts[0])
                 if not count:
                     raise self._lost(peer, frame.end())
                 frame.advance(count)
-                if is_header and len(frame.parts) == 1:
+                if is_header and len(frame.parts) < 3:
                     self._check(peer, frame)
+            if frame.trailer != frame.header:
+                raise self._lost(peer, frame.end())
         except BlockingIOError:
             return False
         except OSError:

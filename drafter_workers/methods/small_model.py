@@ -165,7 +165,7 @@ class SmallModel:
 
 
 def build(config: DrafterConfig) -> SmallModel:
-    """Load a model folder as a drafter. Raises ModelError and ExactModeError."""
+    """Load a model folder as a drafter. Raises ModelError."""
     dtype = DTYPES[config.dtype]
     decoder = load_decoder(config.path, dtype=dtype, device=config.device)
     decoder.compile(dtype)

@@ -96,7 +96,8 @@ class ModelConfig:
 
     def has_kernels(self, dtype: str) -> bool:
         """True if our own CPU kernels compute such a model."""
-        return dtype in KERNEL_DTYPES and self.head_dim % KERNEL_LANES == 0
+        is_whole = self.head_dim % KERNEL_LANES == 0 and self.hidden_size % 2 == 0
+        return dtype in KERNEL_DTYPES and is_whole
 
     def window(self, layer: int) -> int:
         """How many keys a row sees in a layer, its own included; 0: all."""

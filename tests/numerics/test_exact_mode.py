@@ -172,8 +172,8 @@ def test_the_self_test_passes_in_exact_mode(
     folder = make_tiny(tmp_path, 5, family, **SHAPES[shape])
     decoder = load_decoder(folder, dtype=dtype)
     for seed in range(3):
-        exact_self_test(decoder, seed)
-        exact_self_test(decoder, seed, kv_dtype=torch.int8)
+        assert exact_self_test(decoder, seed), "the number of threads changes no bit"
+        assert exact_self_test(decoder, seed, kv_dtype=torch.int8)
 
 
 def test_exact_mode_is_refused_where_no_kernel_gives_it(tiny_llama: FilePath) -> None:

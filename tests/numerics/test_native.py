@@ -1,5 +1,8 @@
 """The CPU kernels against their definitions, each alone; test_exact_mode has them together."""
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -290,3 +293,38 @@ def test_the_stream_gives_every_block_and_may_stop(tmp_path: Path) -> None:
     assert len(states[0]) == len(states[1]) == 3
     for native, reference in zip(*states, strict=True):
         assert (native - reference).abs().max() < 1e-4
+
+
+OTHER_CPU = """
+import sys, torch
+from pathlib import Path
+from target_workers.model.loading import load_decoder, load_reference
+from tests.numerics.forward import Path as Tokens, in_chunks, random_tokens
+folder, path = Path(sys.argv[1]), Tokens(random_tokens(40, 1), 1)
+decoder = load_decoder(folder, dtype=torch.bfloat16)
+assert not decoder._in_pairs
+logits = in_chunks(decoder, path, [30, 1])
+assert torch.equal(logits, in_chunks(decoder, path, []))
+reference = in_chunks(load_reference(folder, dtype=torch.float32), path, [])
+print(float((logits - reference).abs().max()))
+"""
+
+
+def test_kernels_compile_for_a_cpu_without_any_bfloat16(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, 4, "Llama", num_hidden_layers=1)
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_CPU, str(folder)],
+        cwd=Path(__file__).parents[2],
+        env=os.environ | {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert float(done.stdout) < 0.15
+
+
+def test_an_odd_width_is_left_to_torch(tmp_path: Path) -> None:
+    odd = {"hidden_size": 65, "num_attention_heads": 5, "num_key_value_heads": 5}
+    folder = make_tiny(tmp_path, 4, "Llama", **odd)
+    assert not load_decoder(folder, dtype=torch.bfloat16).is_exact

@@ -7,14 +7,16 @@ linear maps are rounded to it.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 import numba
 import numpy as np
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from target_workers.model.batch import RowBatch, build_batch
-from target_workers.model.config import ModelConfig
+from target_workers.model.config import ModelConfig, ModelError
 from target_workers.model.kv_cache import KVCache
 from target_workers.model.layers import Block, Linear, Reduce, RMSNorm, Rotary, whole
 from target_workers.model.native.block import Kind, Norm, Rows, Weights, make_rows, run_block
@@ -23,7 +25,7 @@ from target_workers.model.native.elementwise import add_and_norm
 from target_workers.model.native.linear import Packed, as_array, linear, pack, pack_gated
 from target_workers.model.native.llvm import PANEL, has_pair_dot
 from target_workers.model.native.place import Heads
-from target_workers.model.run import Run
+from target_workers.model.run import IntArray, Run
 
 NO_SCALES = np.empty((0, 0, 0), np.float32)
 
@@ -62,7 +64,6 @@ class Packer:
         return Norm(norm.weight.float().numpy(), norm.eps)
 
     def linear(self, linear: Linear, how: Callable[..., Packed] = pack) -> Packed:
-        assert linear.weight is not None, "packed already"
         return how(linear.weight.data, linear.bias, in_pairs=self.in_pairs, as_int8=self._as_int8)
 
 
@@ -92,10 +93,17 @@ class NativeDecoder:
         self._reduce = reduce
 
     def compile(self, kv_dtype: torch.dtype) -> None:
-        """Have every kernel compiled, for a cache of this type, before the first request."""
-        run = Run(np.zeros(1, np.int64), 0, np.zeros(1, np.int64), np.zeros(0, np.int64))
-        states = self.stream(build_batch([run]), KVCache(self.config, 1, kv_dtype))
-        self.logits(self.normed(next(islice(states, 1, None))))
+        """Have every kernel compiled, for a cache of this type, before the first request.
+
+        One process at a time: two that keep kernels at once may take each other's. Raises
+        ModelError where kernels of two threads would end the process.
+        """
+        with FileLock(Path(numba.config.CACHE_DIR) / "lock"):
+            run = Run(np.zeros(1, np.int64), 0, np.zeros(1, np.int64), np.zeros(0, np.int64))
+            states = self.stream(build_batch([run]), KVCache(self.config, 1, kv_dtype))
+            self.logits(self.normed(next(islice(states, 1, None))))
+        if numba.threading_layer() == "workqueue":
+            raise ModelError("the kernels need OpenMP: install libgomp (or the package tbb)")
 
     def stream(self, batch: RowBatch, cache: KVCache) -> Iterator[Tensor]:
         """The residual stream, float32 [rows, hidden], after the embedding and after each block.
@@ -134,6 +142,9 @@ class NativeDecoder:
         return logits
 
     def _rows(self, batch: RowBatch, cache: KVCache) -> Rows:
+        # No kernel looks whether it is told the truth.
+        assert all(run.end <= self.config.max_context for run in batch.runs), "beyond the context"
+        assert all(_within(run.slots, cache) and _within(run.history, cache) for run in batch.runs)
         x = self._parts.embedding[batch.tokens].float().numpy()
         pairs_keys = self._in_pairs and self.config.head_dim % PANEL == 0
         kind = Kind(self._in_pairs, pairs_keys and cache.dtype is torch.bfloat16)
@@ -146,6 +157,10 @@ class NativeDecoder:
         scales = cache.layer_scales(index)
         held = NO_SCALES if scales is None else scales.numpy()
         return Cached(as_array(cache.layer(index)), held, self.config.window(index))
+
+
+def _within(slots: IntArray, cache: KVCache) -> bool:
+    return not len(slots) or (slots.min() >= 0 and slots.max() < cache.num_slots)
 
 
 def _threads() -> int:

@@ -24,7 +24,10 @@ C6, C5, C4, C3, C2 = (
 
 @inlined
 def exp(value: Any) -> Any:
-    """e to a float32, to about one unit in the last place (Cephes' polynomial); a NaN stays one."""
+    """e to a float32 within [-87, 88], to about one unit in the last place (Cephes' polynomial).
+
+    Beyond it is what it is at the edge; a NaN stays one.
+    """
     bounded = min(max(value, SMALLEST), LARGEST)
     power = whole(bounded * LOG2_E)
     rest = bounded - power * LN2_HIGH - power * LN2_LOW

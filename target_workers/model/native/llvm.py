@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding
+import numba
 from llvmlite import ir
 from numba import types
 
@@ -37,8 +38,11 @@ PAIRS = ir.VectorType(BFLOAT, PANEL)
 
 
 def has_pair_dot() -> bool:
-    """True if this CPU multiplies pairs of bfloat16 and adds them in float32."""
-    return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
+    """True if the CPU that Numba compiles for multiplies pairs of bfloat16 and adds in float32."""
+    name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
+    if name is None and features is None:
+        return bool(llvmlite.binding.get_host_cpu_features().get("avx512bf16", False))
+    return "+avx512bf16" in (features or "")
 
 
 def widened(builder: Any, stored: Any, at: Any, size: int) -> Any:

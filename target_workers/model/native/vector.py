@@ -6,7 +6,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from target_workers.model.native.llvm import BFLOAT, BYTE, FLOAT, INT, LONG, SHORT, Codegen, declare
+from target_workers.model.native.llvm import BYTE, FLOAT, INT, LONG, SHORT, Codegen, declare
 
 
 @intrinsic
@@ -29,10 +29,21 @@ def narrow(_context: Any, value: Any, like: Any) -> Codegen:
 
     def emit(_ctx: Any, builder: Any, _sig: Any, args: Any) -> Any:
         if element == types.uint16:
-            return builder.bitcast(builder.fptrunc(args[0], BFLOAT), SHORT)
+            return _rounded(builder, args[0])
         return builder.fptosi(args[0], BYTE) if element == types.int8 else args[0]
 
     return element(value, like), emit
+
+
+def _rounded(builder: Any, value: Any) -> Any:
+    """The bits of the nearest bfloat16, halves to even; in whole numbers, as not every CPU has an
+    instruction for it and there is no library to fall back on."""
+    b = builder
+    bits = b.bitcast(value, INT)
+    odd = b.and_(b.lshr(bits, ir.Constant(INT, 16)), ir.Constant(INT, 1))
+    up = b.add(bits, b.add(odd, ir.Constant(INT, 0x7FFF)))
+    nearest = b.trunc(b.lshr(up, ir.Constant(INT, 16)), SHORT)
+    return b.select(b.fcmp_unordered("uno", value, value), ir.Constant(SHORT, 0x7FC0), nearest)
 
 
 @intrinsic

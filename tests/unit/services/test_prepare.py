@@ -75,3 +75,20 @@ def test_every_rank_is_told_its_part_and_where_to_listen(config: Config) -> None
         settings = [prepared.recipe(seat).options["config"] for seat in prepared.plan.processes]
         assert [each.shard for each in settings] == [Shard(0, 2), Shard(1, 2)]
         assert {(each.host, each.rank_timeout_s) for each in settings} == {(host, 3.0)}
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        (Target(dtype="fp64"), "target.exact: exact mode needs a CPU, bf16 or fp32"),
+        (Target(dtype="fp16", exact=False, weight_dtype="int8"), "target.weight_dtype: int8 needs"),
+    ],
+)
+def test_what_no_kernel_gives_is_refused(config: Config, target: Target, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        prepare(replace(config, target=target))
+
+
+def test_without_kernels_torch_serves(config: Config) -> None:
+    prepared = prepare(replace(config, target=Target(dtype="fp64", exact=False)))
+    assert not prepared.memory.holders[0].footprint.has_kernels

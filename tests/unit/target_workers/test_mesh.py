@@ -128,6 +128,24 @@ def test_last_words_are_heard_in_the_middle_of_a_body(make: Callable[..., Group]
     assert group.causes(fail) == ["", "rank 0: planted"]
 
 
+@pytest.mark.parametrize("missing", [1, 10, 40, 300])
+def test_last_words_are_not_taken_for_the_rest_of_a_body(
+    make: Callable[..., Group], missing: int
+) -> None:
+    group = make(2)
+    size = 400
+
+    def fail(rank: int) -> None:
+        if rank == 0:
+            mesh = group.meshes[0]
+            mesh._sockets[1].sendall(_HEADER.pack(1, size) + b"x" * (size - missing))
+            mesh.close("rank 0: planted")
+        else:
+            group.exchange(rank, b"y" * size)
+
+    assert group.causes(fail) == ["", "rank 0: planted"]
+
+
 @pytest.mark.parametrize("other", [2, 20_000])
 def test_another_length_is_found_out_by_whoever_hears_it(
     make: Callable[..., Group], other: int
