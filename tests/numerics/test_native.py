@@ -15,6 +15,7 @@ from target_workers.model.batch import build_batch
 from target_workers.model.config import ModelConfig
 from target_workers.model.kv_cache import KVCache, quantised
 from target_workers.model.loading import load_decoder, load_reference
+from target_workers.model.native import compiling
 from target_workers.model.native import decoder as native_decoder
 from target_workers.model.native.attention import attend
 from target_workers.model.native.block import make_tiles
@@ -328,3 +329,38 @@ def test_an_odd_width_is_left_to_torch(tmp_path: Path) -> None:
     odd = {"hidden_size": 65, "num_attention_heads": 5, "num_key_value_heads": 5}
     folder = make_tiny(tmp_path, 4, "Llama", **odd)
     assert not load_decoder(folder, dtype=torch.bfloat16).is_exact
+
+
+FIRST_KERNEL = """
+import torch
+torch.set_num_threads(1)
+from pathlib import Path
+import sys
+from target_workers.model.loading import load_decoder
+load_decoder(Path(sys.argv[1]), dtype=torch.float32).compile(torch.float32)
+print(torch.get_num_threads())
+"""
+
+
+def test_the_first_kernel_leaves_torch_its_count_of_threads(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, 4, "Llama", num_hidden_layers=1)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_KERNEL, str(folder)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "1"
+
+
+def test_a_held_lock_delays_compiling_by_its_bound_only(caplog: pytest.LogCaptureFixture) -> None:
+    with compiling(), compiling(timeout_s=0.01):
+        assert "not free" in caplog.text
+
+
+def test_the_lock_is_free_after_compiling(caplog: pytest.LogCaptureFixture) -> None:
+    with compiling():
+        pass
+    with compiling(timeout_s=0.0):
+        assert not caplog.text

@@ -9,12 +9,36 @@ import hashlib
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numba
+from filelock import FileLock, Timeout
 from platformdirs import user_cache_path
 
 log = logging.getLogger(__name__)
+
+# Twice what compiling all kernels takes on a busy machine.
+LOCK_TIMEOUT_S = 90.0
+
+
+@contextmanager
+def compiling(timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+    """The right to keep kernels: two processes that keep them at once may take each other's.
+
+    A process stopped while it compiles must not stop all others: after the timeout this one goes
+    on without the right. Only two that write in the same instant can harm each other.
+    """
+    lock = FileLock(Path(numba.config.CACHE_DIR) / "lock", timeout=timeout_s)
+    try:
+        lock.acquire()
+    except Timeout:
+        log.warning("the kernels' lock was not free within %.0f s; going on without it", timeout_s)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _cache_folder() -> Path:

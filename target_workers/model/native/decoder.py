@@ -7,18 +7,17 @@ linear maps are rounded to it.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 
 import numba
 import numpy as np
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from target_workers.model.batch import RowBatch, build_batch
 from target_workers.model.config import ModelConfig, ModelError
 from target_workers.model.kv_cache import KVCache
 from target_workers.model.layers import Block, Linear, Reduce, RMSNorm, Rotary, whole
+from target_workers.model.native import compiling
 from target_workers.model.native.block import Kind, Norm, Rows, Weights, make_rows, run_block
 from target_workers.model.native.chunk import Cached
 from target_workers.model.native.elementwise import add_and_norm
@@ -98,7 +97,7 @@ class NativeDecoder:
         One process at a time: two that keep kernels at once may take each other's. Raises
         ModelError where kernels of two threads would end the process.
         """
-        with FileLock(Path(numba.config.CACHE_DIR) / "lock"):
+        with compiling():
             run = Run(np.zeros(1, np.int64), 0, np.zeros(1, np.int64), np.zeros(0, np.int64))
             states = self.stream(build_batch([run]), KVCache(self.config, 1, kv_dtype))
             self.logits(self.normed(next(islice(states, 1, None))))

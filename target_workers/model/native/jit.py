@@ -4,7 +4,23 @@ In a parallel kernel nothing is written to an array that is a field of a named t
 such a write for dead and drops it. What threads do is therefore in functions of its own.
 """
 
+import torch
 from numba import njit
+from numba.np.ufunc.parallel import _launch_threads
+
+
+def _start_threads() -> None:
+    """Start the kernels' threads, and leave torch's count as it is.
+
+    Numba starts them before its first parallel kernel, and sets the count of OpenMP, which torch
+    shares, to the number of cores.
+    """
+    threads = torch.get_num_threads()
+    _launch_threads()
+    torch.set_num_threads(threads)
+
+
+_start_threads()
 
 # A sum may be reordered by the compiler: the same way for every row, as all run the same code.
 REORDERED = {"reassoc", "contract", "nsz"}
