@@ -36,9 +36,10 @@ class GrowthConfig:
 class DrafterConfig:
     """One drafter: its method, its weights and the memory it may use.
 
-    `num_slots` tokens fit in its cache. `vocab_size` is the number of tokens it shares with the
-    target (0: all of its own). `rank` orders children at temperature > 0: "argmax" by their
-    probability, "noise" by the noise the target draws with.
+    `lender` is the target's folder, for a model that borrows from it; `weight_dtype` "int8" keeps
+    matrices so. `num_slots` tokens fit in its cache. `vocab_size` is the number of tokens it
+    shares with the target (0: all of its own). `rank` orders children at temperature > 0: "argmax"
+    by their probability, "noise" by the noise the target draws with.
     """
 
     path: str
@@ -50,6 +51,8 @@ class DrafterConfig:
     max_context: int = 8192
     vocab_size: int = 0
     rank: str = "noise"
+    lender: str = ""
+    weight_dtype: str = ""
     growth: GrowthConfig = GrowthConfig()
 
     def __post_init__(self) -> None:

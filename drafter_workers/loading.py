@@ -5,7 +5,7 @@ from drafter_workers.engine import DraftEngine
 from drafter_workers.methods import METHODS
 from protos.messages import PROTOCOL, Hello
 from target_workers.model.config import ModelConfig
-from target_workers.model.loading import model_hash
+from target_workers.model.files import model_hash
 
 
 def load_drafter(config: DrafterConfig, *, vocab_hash: str, incarnation: int) -> DraftEngine:

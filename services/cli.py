@@ -16,10 +16,14 @@ from protos.paceline.v1 import generation_pb2 as pb
 from services import terminal
 from services.client import Client, ModeName, Options, Prompt
 from services.errors import ConfigError, PacelineError, RequestFailed
+from services.train_cli import capture, train
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__
 )
+
+app.command()(capture)
+app.add_typer(train, name="train")
 
 SIGNALLED = 128  # and the signal's number: how shells tell a command ended by one
 INTERRUPTED = SIGNALLED + signal.SIGINT

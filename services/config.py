@@ -68,7 +68,10 @@ class TargetConfig:
 
 @dataclass(frozen=True, slots=True)
 class DrafterConfig:
-    """One drafter and its replicas. `rank` says what children are ranked by."""
+    """One drafter and its replicas. `rank` says what children are ranked by.
+
+    Its matrices are kept as `weight_dtype` (empty: as the target's type).
+    """
 
     method: str = "auto"
     path: str = ""
@@ -76,6 +79,7 @@ class DrafterConfig:
     replicas: int = 1
     required: bool = False
     rank: Literal["noise", "argmax"] = "noise"
+    weight_dtype: Literal["", "int8"] = ""
     cores: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

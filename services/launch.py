@@ -8,7 +8,7 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -22,19 +22,19 @@ from orchestrator.k_policy import FixedK
 from orchestrator.ports import WorkerPort
 from orchestrator.runtime import Runtime
 from protos.host import LOOPBACK, Recipe, own_cores, pin
-from services.config import Config, TargetConfig
+from services.config import Config
 from services.decisions import decisions
 from services.errors import ConfigError
 from services.lifecycle import until_signal, watched
-from services.memory_plan import Demand, Holder, MemoryPlan, plan_memory
+from services.memory_plan import Demand, MemoryPlan, plan_memory
 from services.plan import Plan, Room, Seat, core_config, share_out
 from services.preflight import LaunchError, Models, check, memory_bytes
 from services.server import Server
+from services.shapes import check_borrowed, check_kernels, holders
 from services.text import make_stopper
 from services.translate import Served
 from target_workers.model.config import ModelConfig, ModelError
-from target_workers.model.footprint import Footprint
-from target_workers.model.shard import Shard, described, local_config, portion
+from target_workers.model.shard import Shard, described
 
 Say = Callable[[str], object]
 
@@ -106,6 +106,8 @@ class Prepared:
                 shape.vocab_size, self.shapes[0].vocab_size, self.models.tokenizer.vocab_size
             ),
             rank=drafter.rank,
+            lender=str(self.models.target),
+            weight_dtype=drafter.weight_dtype,
             growth=GrowthConfig(width=2 if tree else 1),
         )
 
@@ -124,52 +126,13 @@ def prepare(config: Config) -> Prepared:
     models = check(config, METHODS)
     here = not config.cluster.address
     shapes = tuple(_shape(folder) for folder in (models.target, *models.drafters))
-    _check_kernels(config.target, shapes[0])
+    check_kernels(config.target, shapes[0])
+    check_borrowed(models)
     plan = share_out(config, own_cores() if here else ())
     max_context = min(config.limits.max_context, shapes[0].max_context)
-    holders, demand = _holders(config, plan, shapes), Demand.of(config, max_context)
-    memory = plan_memory(holders, demand, memory_bytes() if here else None)
+    kept, demand = holders(config, plan, shapes), Demand.of(config, max_context)
+    memory = plan_memory(kept, demand, memory_bytes() if here else None)
     return Prepared(config, models, shapes, plan, max_context, memory)
-
-
-def _check_kernels(target: TargetConfig, shape: ModelConfig) -> None:
-    """Refuse what only our own CPU kernels give, where they do not run."""
-    if target.device == "cpu" and shape.has_kernels(target.dtype):
-        return
-    needs = "needs a CPU, bf16 or fp32, and heads of a multiple of 16"
-    if target.weight_dtype:
-        raise ConfigError(f"target.weight_dtype: {target.weight_dtype} {needs}; leave it empty")
-    if target.is_exact:
-        raise ConfigError(f"target.exact: exact mode {needs}; set it to false")
-
-
-def _holders(config: Config, plan: Plan, shapes: Sequence[ModelConfig]) -> list[Holder]:
-    """Who keeps what: every rank of the target its part, every drafter its model."""
-    target, holders = config.target, []
-    for seat in plan.target_seats:
-        footprint = _rank_footprint(target, shapes[0], seat.rank)
-        holders.append(Holder(seat.name, footprint, target=True, shared=target.device == "cpu"))
-    for seat in plan.drafters:
-        on_cpu = config.drafter[seat.group].device == "cpu"
-        footprint = Footprint(shapes[1 + seat.group], target.dtype, on_cpu=on_cpu)
-        holders.append(Holder(seat.name, footprint, shared=on_cpu))
-    return holders
-
-
-def _rank_footprint(target: TargetConfig, shape: ModelConfig, rank: int) -> Footprint:
-    shard = Shard(rank, target.tp)
-    try:
-        part, head_rows = local_config(shape, shard), len(portion(shape, shard).vocab)
-    except ModelError as error:
-        raise ConfigError(f"target.tp: {error}") from error
-    return Footprint(
-        part,
-        target.dtype,
-        target.kv_dtype,
-        head_rows,
-        weight_dtype=target.weight_dtype,
-        on_cpu=target.device == "cpu",
-    )
 
 
 @asynccontextmanager

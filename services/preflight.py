@@ -44,9 +44,18 @@ def check(config: Config, methods: tuple[str, ...]) -> Models:
     for index, drafter in enumerate(config.drafter):
         key = f"drafter.{index}.path"
         folders.append(_folder(key, drafter.path))
-        _check_same(key, tokenizer, _tokenizer(key, folders[-1]))
+        if not _borrows(folders[-1]):
+            _check_same(key, tokenizer, _tokenizer(key, folders[-1]))
         _check_weights(key, folders[-1])
     return Models(target, tuple(folders), tokenizer)
+
+
+def _borrows(folder: Path) -> bool:
+    """True for a student of the target's own embedding: it has no tokenizer of its own."""
+    try:
+        return "borrows_from" in json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return False  # said of it where its shape is read
 
 
 def memory_bytes() -> int:

@@ -29,6 +29,8 @@ from services.gguf_convert import FILES, GgufError, convert
 
 __all__ = ["Progress", "PullError", "Pulled", "Store", "pull", "resolve"]
 
+# Drafters that come with the package.
+SHIPPED = Path(__file__).parent.parent / "drafter_workers" / "shipped"
 CHUNK_BYTES = 1 << 20
 # Above the exact need, so that a pull that starts does not fail on file system overhead.
 SPARE_BYTES = 32 << 20
@@ -79,6 +81,8 @@ def resolve(name_or_path: str, store: Store | None = None) -> Path:
     store = store or Store()
     if name_or_path and (path := Path(name_or_path).expanduser()).is_dir():
         return path
+    if name_or_path in shipped_names():
+        return SHIPPED / name_or_path
     if name_or_path in store.packages:
         if _is_complete(folder := store.folder / name_or_path):
             return folder
@@ -89,6 +93,11 @@ def resolve(name_or_path: str, store: Store | None = None) -> Path:
         f"no model {name_or_path}: it is no folder, no hub name (owner/name) and none of"
         f" {', '.join(store.packages)}"
     )
+
+
+def shipped_names() -> list[str]:
+    """The drafters that come with the package."""
+    return sorted(folder.name for folder in SHIPPED.glob("*/"))
 
 
 def _from_hub(name: str, store: Store) -> Path:

@@ -15,8 +15,9 @@ from target_workers.group import Group
 from target_workers.model.batch import build_batch
 from target_workers.model.config import ModelConfig
 from target_workers.model.decoder import Decoder
+from target_workers.model.files import model_hash
 from target_workers.model.kv_cache import KVCache
-from target_workers.model.loading import DTYPES, Part, load_decoder, model_hash
+from target_workers.model.loading import DTYPES, Part, load_decoder
 from target_workers.model.noise import as_int64
 from target_workers.model.run import Run
 from target_workers.model.sampling import Choice, choose, only_known

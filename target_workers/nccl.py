@@ -34,10 +34,10 @@ class Nccl:
 
     def is_done_within(self, timeout_s: float) -> bool:
         """Wait for all that was asked of this GPU so far; False if it takes too long."""
-        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done = torch.cuda.Event()
         done.record()
         deadline = time.monotonic() + timeout_s
-        while not done.query():  # type: ignore[no-untyped-call]
+        while not done.query():
             if time.monotonic() > deadline:
                 return False
             time.sleep(POLL_S)

@@ -20,7 +20,7 @@ KERNELS = "target_workers/model/native/"
 LLVM = "target_workers/model/native/tile.py"  # calls that LLVM's builder sees, not people
 
 # Command-line commands take one parameter per option: typer reads the signature.
-COMMANDS = {"services/cli.py"}
+COMMANDS = {"services/cli.py", "services/train_cli.py"}
 
 SOURCES = sorted(
     p for package in PACKAGES for p in (ROOT / package).rglob("*.py") if "_pb2" not in p.name

@@ -6,7 +6,8 @@ that nothing is moved and nothing computed twice.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from drafter_workers.config import DrafterConfig
 from drafter_workers.proposer import Candidate, Expand
+from drafter_workers.student import read_borrowed
 from protos.messages import Sampling
 from target_workers.model.batch import build_batch
 from target_workers.model.decoder import Decoder
 from target_workers.model.kv_cache import KVCache
-from target_workers.model.loading import DTYPES, load_decoder
+from target_workers.model.loading import DTYPES, Part, load_decoder
 from target_workers.model.noise import as_int64
 from target_workers.model.run import IntArray, Run
 from target_workers.model.sampling import Ranked, top_perturbed, top_tokens
@@ -60,13 +62,23 @@ class _Sequence:
 
 
 class SmallModel:
-    """A Proposer. Candidates are ids below `vocab_size`, the tokens shared with the target."""
+    """A Proposer. Candidates are ids below `vocab_size`, the tokens shared with the target.
 
-    def __init__(self, decoder: Decoder, cache: KVCache, config: DrafterConfig) -> None:
+    `ids` are the tokens whose logits the decoder gives, in rising order (None: all).
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        config: DrafterConfig,
+        ids: Tensor | None = None,
+    ) -> None:
         self.max_context = min(config.max_context, decoder.config.max_context)
         self.max_rows = config.max_rows
         own = decoder.config.vocab_size
         self.vocab_size = min(config.vocab_size or own, own)
+        self._ids = None if ids is None else ids[ids < self.vocab_size]
         self._by_noise = config.rank == "noise"
         self._decoder = decoder
         self._cache = cache
@@ -111,9 +123,8 @@ class SmallModel:
         last = np.cumsum([len(run.tokens) for run in runs]) - 1
         logits = self._decoder.logits(hidden[torch.from_numpy(last)])  # [batch, vocab]
         samplings = [self._sequences[expand.seq].sampling for expand in batch]
-        ranked = self._rank(
-            logits[:, : self.vocab_size], samplings, [run.end for run in runs], width
-        )
+        known = self.vocab_size if self._ids is None else len(self._ids)
+        ranked = self._rank(logits[:, :known], samplings, [run.end for run in runs], width)
         by_noise = [self._by_noise and s.temperature > 0 for s in samplings]
         return [_candidates(*row) for row in zip(*_lists(ranked), by_noise, strict=True)]
 
@@ -158,19 +169,37 @@ class SmallModel:
         self, logits: Tensor, samplings: list[Sampling], positions: list[int], width: int
     ) -> Ranked:
         temperatures = torch.tensor([s.temperature for s in samplings], dtype=torch.float64)
-        if not self._by_noise:
-            return top_tokens(logits, temperatures, width)
+        if not self._by_noise or not bool(temperatures.any()):
+            ranked = top_tokens(logits, temperatures, width)
+            return ranked if self._ids is None else replace(ranked, tokens=self._ids[ranked.tokens])
         seeds = as_int64(s.seed for s in samplings)
-        return top_perturbed(logits, temperatures, seeds, torch.tensor(positions), width)
+        whole = self._whole(logits)  # the noise is that of the target's ids
+        return top_perturbed(whole, temperatures, seeds, torch.tensor(positions), width)
+
+    def _whole(self, logits: Tensor) -> Tensor:
+        """Over the target's ids [n, vocab], without those that are not known."""
+        if self._ids is None:
+            return logits
+        return logits.new_full((len(logits), self.vocab_size), -math.inf).index_copy_(
+            1, self._ids, logits
+        )
 
 
 def build(config: DrafterConfig) -> SmallModel:
     """Load a model folder as a drafter. Raises ModelError."""
     dtype = DTYPES[config.dtype]
-    decoder = load_decoder(config.path, dtype=dtype, device=config.device)
+    borrowed = read_borrowed(Path(config.path))
+    decoder = load_decoder(
+        config.path,
+        dtype=dtype,
+        device=config.device,
+        part=Part() if borrowed is None else Part(loan=borrowed.loan(Path(config.lender))),
+        int8=config.weight_dtype == "int8",
+    )
     decoder.compile(dtype)
     cache = KVCache(decoder.config, config.num_slots, dtype, config.device)
-    return SmallModel(decoder, cache, config)
+    ids = None if borrowed is None or borrowed.ids is None else torch.tensor(borrowed.ids)
+    return SmallModel(decoder, cache, config, ids)
 
 
 def _below(root: int | None, nodes: dict[int, _Node]) -> dict[int, _Node]:

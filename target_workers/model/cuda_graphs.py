@@ -61,7 +61,7 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, compute: Callable[[], Tensor]) -> Recorded:
-        side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side = torch.cuda.Stream()
         current = torch.cuda.current_stream()
         side.wait_stream(current)
         with torch.cuda.stream(side):

@@ -98,7 +98,7 @@ class TorchDecoder(nn.Module):
         if cache not in self._graphs:
             # Sums over ranks are not of this device alone: a graph cannot hold them.
             may = self.reduce is whole
-            graphs = self.attention(cache.dtype).graphs(self._hidden) if may else None
+            graphs = self.attention(cache.dtype).graphs(self.run) if may else None
             self._graphs[cache] = graphs
         return self._graphs[cache]
 
@@ -111,7 +111,7 @@ class TorchDecoder(nn.Module):
     def hidden(self, batch: RowBatch, cache: KVCache) -> Tensor:
         def eager() -> Tensor:
             rows, attend = self.attention(cache.dtype).prepare(batch, cache)
-            return self._hidden(rows.tokens, rows.positions, attend)
+            return self.run(rows.tokens, rows.positions, attend)
 
         graphs = self.graphs(cache)
         return eager() if graphs is None else graphs.hidden(batch, cache, eager)
@@ -124,10 +124,15 @@ class TorchDecoder(nn.Module):
             x = block(x, angles, attend, self.reduce)
             yield x
 
-    def _hidden(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def run(self, tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Normed hidden states [rows, hidden] of tokens [rows], whatever they attend to.
+
+        With gradients, where they are enabled.
+        """
         for x in self._stream(tokens, positions, attend):
             last = x
-        return self.normed(last)
+        normed: Tensor = self.norm(last)
+        return normed
 
     @torch.inference_mode()
     def normed(self, x: Tensor) -> Tensor:

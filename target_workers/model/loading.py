@@ -7,14 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from target_workers.model.checkpoint import Checkpoint, model_hash
+from target_workers.model.checkpoint import Checkpoint
 from target_workers.model.config import ModelConfig, ModelError
 from target_workers.model.decoder import Decoder, TorchDecoder
 from target_workers.model.layers import Block, BlockParts, HeadNorm, Linear, Reduce, RMSNorm, whole
 from target_workers.model.native.decoder import NativeDecoder, Packer, Parts
 from target_workers.model.shard import WHOLE, Portion, Shard, local_config, portion
-
-__all__ = ["DTYPES", "load_decoder", "load_reference", "model_hash"]
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -27,10 +25,25 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Which rank's part of a model to load, and how that rank sums up partial results."""
+    """Which rank's part of a model to load, and how that rank sums up partial results.
+
+    `loan` is for a model that has no embedding and head of its own.
+    """
 
     shard: Shard = WHOLE
     reduce: Reduce = whole
+    loan: "Loan | None" = None
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """The folder whose embedding and head a model uses; its logits are those of `ids` (none: all).
+
+    The model's own folder then names `ids` in tensors that are not weights.
+    """
+
+    folder: Path
+    ids: tuple[int, ...] | None = None
 
 
 def load_decoder(
@@ -63,9 +76,9 @@ def load_reference(folder: Path | str, *, dtype: torch.dtype, part: Part = Part(
     """The same decoder of torch's own operators, on the CPU. Raises ModelError."""
     config = ModelConfig.from_folder(folder)
     tensors = Checkpoint(Path(folder), dtype)
-    ends = _ends(config, part.shard, tensors)
+    ends = _ends(config, part, tensors)
     blocks = [layer.block() for layer in _layers(config, part.shard, tensors)]
-    _finish(config, tensors)
+    _finish(config, part, tensors)
     local = local_config(config, part.shard)
     return TorchDecoder(local, ends.embedding, blocks, ends.norm, ends.head, part.reduce)
 
@@ -76,10 +89,10 @@ def _native(
     tensors = Checkpoint(folder, dtype)
     local = local_config(config, part.shard)
     packer = Packer(local, dtype, as_int8=int8)
-    ends = _ends(config, part.shard, tensors)
+    ends = _ends(config, part, tensors)
     # One by one: the plain weights of a block are gone before the next one is read.
     blocks = [packer.block(layer.block()) for layer in _layers(config, part.shard, tensors)]
-    _finish(config, tensors)
+    _finish(config, part, tensors)
     norm, head = packer.norm(ends.norm), packer.linear(ends.head)
     parts = Parts(ends.embedding, blocks, norm, head, len(ends.head.weight))
     return NativeDecoder(local, parts, in_pairs=packer.in_pairs, reduce=part.reduce)
@@ -94,14 +107,39 @@ class _Ends:
     head: Linear
 
 
-def _ends(config: ModelConfig, shard: Shard, tensors: Checkpoint) -> _Ends:
+def _ends(config: ModelConfig, part: Part, tensors: Checkpoint) -> _Ends:
     hidden, vocab = config.hidden_size, config.vocab_size
-    rows = portion(config, shard).vocab
-    embedding = tensors.take("model.embed_tokens.weight", vocab, hidden)
+    rows = portion(config, part.shard).vocab
     norm = RMSNorm(tensors.take("model.norm.weight", hidden), config.norm_eps)
+    if part.loan is not None:
+        return _lent(config, part.loan, norm)
+    embedding = tensors.take("model.embed_tokens.weight", vocab, hidden)
     if config.tied:
         return _Ends(embedding, norm, Linear(embedding[rows.start : rows.stop]))
     return _Ends(embedding, norm, Linear(tensors.take("lm_head.weight", vocab, hidden, rows=rows)))
+
+
+def _lent(config: ModelConfig, loan: Loan, norm: RMSNorm) -> _Ends:
+    """With the embedding and head of another model. Raises ModelError if they do not fit."""
+    lender = ModelConfig.from_folder(loan.folder)
+    if (lender.hidden_size, lender.vocab_size) != (config.hidden_size, config.vocab_size):
+        raise ModelError(
+            f"{loan.folder} has {lender.vocab_size} tokens of {lender.hidden_size} values, the "
+            f"model that borrows them {config.vocab_size} of {config.hidden_size}; they belong to "
+            "different models"
+        )
+    tensors = Checkpoint(loan.folder, norm.weight.dtype)
+    shape = (lender.vocab_size, lender.hidden_size)
+    embedding = tensors.take("model.embed_tokens.weight", *shape)
+    head = embedding if lender.tied else tensors.take("lm_head.weight", *shape)
+    return _Ends(embedding, norm, Linear(head if loan.ids is None else head[list(loan.ids)]))
+
+
+def read_head(folder: Path) -> Tensor:
+    """A model's head alone, bfloat16 [vocab, hidden]. Raises ModelError."""
+    config = ModelConfig.from_folder(folder)
+    name = "model.embed_tokens.weight" if config.tied else "lm_head.weight"
+    return Checkpoint(folder, torch.bfloat16).take(name, config.vocab_size, config.hidden_size)
 
 
 def _layers(config: ModelConfig, shard: Shard, tensors: Checkpoint) -> Iterator["_Layer"]:
@@ -109,8 +147,11 @@ def _layers(config: ModelConfig, shard: Shard, tensors: Checkpoint) -> Iterator[
         yield _Layer(index, config, shard, tensors)
 
 
-def _finish(config: ModelConfig, tensors: Checkpoint) -> None:
-    tensors.finish(ignored=frozenset({"lm_head.weight"} if config.tied else ()))
+def _finish(config: ModelConfig, part: Part, tensors: Checkpoint) -> None:
+    ignored = {"lm_head.weight"} if config.tied else set()
+    if part.loan is not None:
+        ignored = {"d2t", "t2d"}
+    tensors.finish(ignored=frozenset(ignored))
 
 
 @dataclass(frozen=True, slots=True)

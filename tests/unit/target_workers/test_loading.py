@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from target_workers.model.config import Json, ModelConfig, ModelError
-from target_workers.model.loading import load_decoder, load_reference, model_hash
+from target_workers.model.files import model_hash
+from target_workers.model.loading import load_decoder, load_reference
 from tests.tiny import make_tiny_llama
 
 WEIGHTS = "model.safetensors"

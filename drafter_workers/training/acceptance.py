@@ -1,0 +1,33 @@
+"""How well a drafter guesses what a target said, from its choices beside the target's. Pure."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+BoolArray = NDArray[np.bool_]
+DEPTH = 8
+
+
+def run_lengths(hits: BoolArray, depth: int = DEPTH) -> NDArray[np.int64]:
+    """From each place of one text: how many guesses in a row stand, at most `depth`."""
+    lengths = np.zeros(len(hits) + 1, np.int64)
+    for place in range(len(hits) - 1, -1, -1):
+        lengths[place] = lengths[place + 1] + 1 if hits[place] else 0
+    return np.minimum(lengths[:-1], depth)
+
+
+def accepted_length(hits: BoolArray, depth: int) -> float:
+    """Tokens per round of drafting chains of `depth` along one text, the target's own included."""
+    runs = run_lengths(hits, depth)
+    place = rounds = 0
+    while place < len(hits):
+        place += int(runs[place]) + 1
+        rounds += 1
+    return len(hits) / rounds if rounds else 1.0
+
+
+def by_depth(hits: BoolArray, depth: int = DEPTH) -> list[float]:
+    """The chance that guess d stands given those before it stand, for d = 1 .. depth; nan: never
+    tried."""
+    runs = run_lengths(hits, depth)
+    reached = [int((runs >= d).sum()) for d in range(depth + 1)]
+    return [reached[d + 1] / reached[d] if reached[d] else float("nan") for d in range(depth)]

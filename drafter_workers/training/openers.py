@@ -1,0 +1,87 @@
+"""First words of user turns, by kind, for a target that goes on writing them itself.
+
+Without them a small model asks for much the same few things; with them its own questions cover
+what people use a model for.
+"""
+
+OPENERS: dict[str, tuple[str, ...]] = {
+    "chat": (
+        "I have been thinking about",
+        "What do you think about",
+        "Give me three ideas for",
+        "Imagine you are a",
+        "Write a short story about",
+        "Write an email to",
+        "My friend and I disagree about",
+        "Can you recommend",
+        "Compose a blog post about",
+        "Describe a day in the life of",
+    ),
+    "code": (
+        "Write a Python function that",
+        "Write a C++ program which",
+        "What does this code do?\n```python\n",
+        "Fix the bug in this function:\n```python\ndef ",
+        "Explain how to implement",
+        "Write an SQL query that",
+        "Write a JavaScript function to",
+        "Write a regular expression for",
+    ),
+    "maths": (
+        "A shop sells",
+        "Anna has",
+        "A train leaves",
+        "There are",
+        "If a worker earns",
+        "Tom bought",
+        "Solve the equation",
+        "A rectangle has a length of",
+        "How many",
+        "What is the probability that",
+        "Each day a farmer",
+    ),
+    "extraction": (
+        "List all names and dates in the following text:\n\n",
+        "Extract the main facts as JSON from this report:\n\n",
+        "Which of these reviews are positive?\n\n1.",
+        "From the text below, name every place and what happened there.\n\n",
+        "Classify each of these sentences:\n",
+    ),
+    "summary": (
+        "Summarize: ",
+        "Summarize the following article in two sentences:\n\n",
+        "Give the key points of this text:\n\n",
+        "Summarize this news story:\n\n(News) -- ",
+        "Write a short summary of the following conversation:\n\n",
+    ),
+    "translation": (
+        "Translate German to English: ",
+        "Translate to English: Die ",
+        "Translate this sentence from German: Der ",
+        "Translate into Spanish: ",
+        "Translate French to English: Le ",
+        "How do you say in German: ",
+    ),
+    "rewriting": (
+        "Rewrite this paragraph in simpler words:\n\n",
+        "Correct the grammar of: ",
+        "Make this message more polite: ",
+        "Turn these notes into a paragraph:\n-",
+        "Rephrase: ",
+    ),
+    "questions": (
+        "Who was the first",
+        "When did",
+        "Where is",
+        "What is the name of",
+        "Which country",
+        "Why do",
+        "How does",
+        "who wrote",
+        "when was the last time",
+        "what is the difference between",
+        "Answer the question using the passage.\n\nPassage: ",
+        "Use the following documents to answer.\n\nDocument 1: ",
+        "Explain why",
+    ),
+}
