@@ -93,6 +93,7 @@ async def ask(
         rounds=spent.num_spec_steps,
         accepted=spent.num_accepted_draft_tokens,
         hits=spent.num_hits,
+        drafted=spent.num_draft_tokens,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 class Sample:
     """One completed stream: times in seconds since the request was sent, counts of tokens.
 
-    `rounds`, `accepted` and `hits` are the server's own account of the speculation.
+    `rounds`, `accepted`, `hits` and `drafted` are the server's own account of the speculation.
     """
 
     tokens: tuple[int, ...]
@@ -17,6 +17,7 @@ class Sample:
     rounds: int
     accepted: int
     hits: int
+    drafted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class Summary:
     seconds: float
     first_s: float
     accepted_length: float
+    acceptance: float
     hit_rate: float
 
     @property
@@ -42,6 +44,7 @@ def summarise(samples: Sequence[Sample]) -> Summary:
         seconds=sum(s.total_s for s in samples),
         first_s=percentile([s.first_s for s in samples], 50),
         accepted_length=1 + sum(s.accepted for s in samples) / rounds,
+        acceptance=sum(s.accepted for s in samples) / max(1, sum(s.drafted for s in samples)),
         hit_rate=sum(s.hits for s in samples) / rounds,
     )
 
