@@ -130,7 +130,7 @@ def prepare(config: Config) -> Prepared:
     check_borrowed(models)
     plan = share_out(config, own_cores() if here else ())
     max_context = min(config.limits.max_context, shapes[0].max_context)
-    kept, demand = holders(config, plan, shapes), Demand.of(config, max_context)
+    kept, demand = holders(config, plan, shapes, models.drafters), Demand.of(config, max_context)
     memory = plan_memory(kept, demand, memory_bytes() if here else None)
     return Prepared(config, models, shapes, plan, max_context, memory)
 

@@ -15,8 +15,8 @@ from services.plan import guesses_per_sequence
 
 # Of the memory that weights and work leave: the rest is for the system and for what is not counted.
 CACHE_SHARE = 0.5
-# An interpreter with torch and Ray in it.
-PROCESS_BYTES = 256 << 20
+# An interpreter with torch, Ray and compiled kernels in it.
+PROCESS_BYTES = 384 << 20
 WIDE = ("fp32", "fp64")
 
 

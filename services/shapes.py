@@ -1,6 +1,7 @@
 """What follows from the shapes of the models alone: what cannot run, and who keeps how much."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from services.config import Config, TargetConfig
 from services.errors import ConfigError
@@ -35,7 +36,17 @@ def check_borrowed(models: Models) -> None:
             )
 
 
-def holders(config: Config, plan: Plan, shapes: Sequence[ModelConfig]) -> list[Holder]:
+def draft_vocab(folder: Path) -> int:
+    """How many tokens a student can propose; 0: all. Raises ConfigError."""
+    size = read_config(folder).get("draft_vocab_size", 0)
+    if not isinstance(size, int) or size < 0:
+        raise ConfigError(f"{folder}: draft_vocab_size is {size!r}; export the student again")
+    return size
+
+
+def holders(
+    config: Config, plan: Plan, shapes: Sequence[ModelConfig], folders: Sequence[Path]
+) -> list[Holder]:
     """Who keeps what: every rank of the target its part, every drafter its model."""
     target, found = config.target, []
     for seat in plan.target_seats:
@@ -43,7 +54,13 @@ def holders(config: Config, plan: Plan, shapes: Sequence[ModelConfig]) -> list[H
         found.append(Holder(seat.name, footprint, target=True, shared=target.device == "cpu"))
     for seat in plan.drafters:
         on_cpu = config.drafter[seat.group].device == "cpu"
-        footprint = Footprint(shapes[1 + seat.group], target.dtype, on_cpu=on_cpu)
+        footprint = Footprint(
+            shapes[1 + seat.group],
+            target.dtype,
+            head_rows=draft_vocab(folders[seat.group]),
+            weight_dtype=config.drafter[seat.group].weight_dtype,
+            on_cpu=on_cpu,
+        )
         found.append(Holder(seat.name, footprint, shared=on_cpu))
     return found
 

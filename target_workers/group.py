@@ -81,17 +81,17 @@ class Group:
 
     def agree(self, *words: int) -> None:
         own = (*(word & WORD_BITS for word in words), self._history)
-        form = struct.Struct(f"!{len(own)}Q")
+        layout = struct.Struct(f"!{len(own)}Q")
         mesh = self._joined()
-        said = {peer: bytearray(form.size) for peer in mesh.others}
+        said = {peer: bytearray(layout.size) for peer in mesh.others}
         mesh.exchange(
-            dict.fromkeys(said, memoryview(form.pack(*own))),
-            {peer: memoryview(words) for peer, words in said.items()},
+            dict.fromkeys(said, memoryview(layout.pack(*own))),
+            {peer: memoryview(room) for peer, room in said.items()},
         )
         for peer, theirs in said.items():
-            if form.unpack(theirs) != own:
+            if layout.unpack(theirs) != own:
                 mine = f"rank {self._shard.rank} is at {own}"
-                raise self.broken(f"rank {peer} is at {form.unpack(theirs)}, {mine}")
+                raise self.broken(f"rank {peer} is at {layout.unpack(theirs)}, {mine}")
 
     def answered(self, stepped: Stepped) -> None:
         untimed = replace(stepped, forward_s=0.0, idle_s=0.0)

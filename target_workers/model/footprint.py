@@ -32,7 +32,7 @@ class Footprint:
 
     @property
     def weights_bytes(self) -> int:
-        """The matrices; a tied head counts, since it is packed on its own."""
+        """The matrices and the angles; a tied head counts, since it is packed on its own."""
         shape = self.config
         heads = (shape.num_heads + shape.num_kv_heads) * shape.head_dim
         layer = 2 * shape.hidden_size * heads + 3 * shape.hidden_size * shape.intermediate_size
@@ -40,7 +40,9 @@ class Footprint:
         size = DTYPE_BYTES[self.dtype]
         kept = 1 if self.weight_dtype == "int8" else size
         embedding = shape.vocab_size * shape.hidden_size * size
-        return embedding + (shape.num_layers * layer + head) * kept
+        angle = FLOAT_BYTES if self.has_kernels else size
+        angles = 2 * shape.max_context * shape.head_dim * angle
+        return embedding + angles + (shape.num_layers * layer + head) * kept
 
     @property
     def kv_bytes(self) -> int:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from target_workers.model.config import ModelConfig
 
-LARGEST = 127
-SMALLEST = 1e-30  # as large a head of zeros is taken for: its scale must not be zero
+INT8_MOST = 127
+LEAST_HEAD = 1e-30  # as large a head of zeros is taken for: its scale must not be zero
 
 
 class KVCache:
@@ -110,7 +110,7 @@ def quantised(heads: Tensor) -> tuple[Tensor, Tensor]:
     Halves go to the even value. A head with a value that is not finite comes back without any.
     """
     wide = heads.float()
-    scale = wide.abs().amax(-1).clamp_(min=SMALLEST) / LARGEST
-    steps = (wide / scale.unsqueeze(-1)).round_().clamp_(-LARGEST, LARGEST)
+    scale = wide.abs().amax(-1).clamp_(min=LEAST_HEAD) / INT8_MOST
+    steps = (wide / scale.unsqueeze(-1)).round_().clamp_(-INT8_MOST, INT8_MOST)
     # What no int8 can say is in the scale, which makes all of the head NaN.
     return steps.nan_to_num_(nan=0.0).to(torch.int8), scale.where(scale.isfinite(), torch.nan)

@@ -14,7 +14,7 @@ Array = NDArray[Any]
 LOG2_E = np.float32(1.4426950408889634)
 # ln 2 in two parts: the first has so few bits that multiples of it are exact.
 LN2_HIGH, LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-SMALLEST, LARGEST = np.float32(-87.0), np.float32(88.0)
+EXP_LEAST, EXP_MOST = np.float32(-87.0), np.float32(88.0)
 PARALLEL_ROWS = 16  # fewer are done sooner by one thread
 ONE, HALF = np.float32(1), np.float32(0.5)
 C6, C5, C4, C3, C2 = (
@@ -28,7 +28,7 @@ def exp(value: Any) -> Any:
 
     Beyond it is what it is at the edge; a NaN stays one.
     """
-    bounded = min(max(value, SMALLEST), LARGEST)
+    bounded = min(max(value, EXP_LEAST), EXP_MOST)
     power = whole(bounded * LOG2_E)
     rest = bounded - power * LN2_HIGH - power * LN2_LOW
     poly = ((((C6 * rest + C5) * rest + C4) * rest + C3) * rest + C2) * rest + HALF

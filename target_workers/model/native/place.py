@@ -6,6 +6,7 @@ import numpy as np
 from numba import prange
 from numpy.typing import NDArray
 
+from target_workers.model import kv_cache
 from target_workers.model.native.chunk import Cached
 from target_workers.model.native.elementwise import PARALLEL_ROWS
 from target_workers.model.native.jit import fused, kernel, parallel, reordered
@@ -13,8 +14,8 @@ from target_workers.model.native.vector import narrow, ranked, whole
 
 Array = NDArray[Any]
 
-INT8_MOST = np.float32(127)
-SMALLEST = np.float32(1e-30)  # as large a head of zeros is taken for
+INT8_MOST = np.float32(kv_cache.INT8_MOST)
+LEAST_HEAD = np.float32(kv_cache.LEAST_HEAD)
 
 
 class Heads(NamedTuple):
@@ -57,7 +58,7 @@ def _write(row: Array, at: int, cached: Cached, slot: int, part: int, head: int)
             cached.rows[slot, part, head, d] = narrow(row[at + d], cached.rows)
         return
     # As whole numbers, so that a NaN is the largest; it then is the scale, and all of the head.
-    highest = ranked(SMALLEST)
+    highest = ranked(LEAST_HEAD)
     for d in range(size):
         highest = max(highest, ranked(abs(row[at + d])))
     scale = ranked(highest) / INT8_MOST

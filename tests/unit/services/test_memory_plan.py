@@ -114,7 +114,7 @@ def test_wide_weights_and_small_machines_have_remedies_too() -> None:
     wide = replace(TARGET, footprint=Part(dtype="fp32"))
     said = refusal(wide, memory=FIXED)
     assert said.endswith("set target.dtype to bf16")
-    assert "weights and work take 356 MiB of 356 MiB here" in said
+    assert "weights and work take 484 MiB of 484 MiB here" in said
     assert refusal(TARGET, memory=FIXED // 2).endswith("; take a smaller model")
 
 
@@ -123,10 +123,10 @@ def test_the_plan_is_said_in_few_lines() -> None:
     plan = plan_memory([replace(TARGET, footprint=part), DRAFTER], DEMAND, 2048 * MIB)
     assert plan.lines() == [
         "memory of target: weights 100 MiB, cache 15.4 MiB (252 pages of 16 tokens, 3.91 KiB a"
-        " token), features 378 KiB, work about 256 MiB",
+        " token), features 378 KiB, work about 384 MiB",
         "memory of drafter-0: weights 100 MiB, cache 3.48 MiB (252 pages of 16 tokens, 904 B a"
-        " token), work about 257 MiB",
-        "memory planned: 732 MiB of 2 GiB here",
+        " token), work about 385 MiB",
+        "memory planned: 988 MiB of 2 GiB here",
         "caches hold 4 of 4 sequences of 936 tokens",
     ]
 
@@ -137,7 +137,7 @@ def test_a_full_memory_and_a_device_of_its_own_are_said() -> None:
         "caches hold 2 of 4 sequences of 936 tokens; when they are full the youngest wait"
     )
     apart = plan_memory([replace(TARGET, shared=False)], DEMAND).lines()
-    assert apart[0].endswith("; 372 MiB of its device")
+    assert apart[0].endswith("; 500 MiB of its device")
     assert len(apart) == 2
 
 

@@ -24,7 +24,8 @@ def test_planned_weights_are_those_that_are_loaded(
         shard = Shard(rank, size)
         decoder = load_reference(folder, dtype=torch.bfloat16, part=Part(shard))
         weights = [m for m in decoder.modules() if isinstance(m, Linear)]
-        held = decoder.embedding.nbytes + sum(w.weight.nbytes for w in weights)
+        angles = 2 * (decoder.rotary.cos.nbytes + decoder.rotary.sin.nbytes)  # float32 in kernels
+        held = decoder.embedding.nbytes + angles + sum(w.weight.nbytes for w in weights)
         rows = len(portion(shape, shard).vocab)
         assert Footprint(local_config(shape, shard), "bf16", head_rows=rows).weights_bytes == held
 
@@ -49,5 +50,5 @@ def test_kernels_copy_no_keys_and_keep_int8_weights_as_they_are(tmp_path: Path) 
     assert plain.has_kernels and not Footprint(shape, "fp64").has_kernels
     assert plain.copy_bytes == 0
     assert plain.work_bytes(100, 1000) == plain.work_bytes(100, 2000)
-    embedding = shape.vocab_size * shape.hidden_size * 2
-    assert 2 * (narrow.weights_bytes - embedding) == plain.weights_bytes - embedding
+    kept = shape.vocab_size * shape.hidden_size * 2 + 2 * shape.max_context * shape.head_dim * 4
+    assert 2 * (narrow.weights_bytes - kept) == plain.weights_bytes - kept
