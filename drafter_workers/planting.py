@@ -15,10 +15,8 @@ from target_workers.model.files import SINGLE_FILE, read_entries
 
 def plant(target: Path, folder: Path, layers: Sequence[int], borrowed: Borrowed) -> None:
     """Write a student that is these layers of its target, in this order. Raises ModelError."""
+    _check_layers(layers, ModelConfig.from_folder(target).num_layers)
     config = planted_config(read_config(target), layers)
-    chosen = ModelConfig.from_folder(target).num_layers
-    if not layers or min(layers) < 0 or max(layers) >= chosen:
-        raise ModelError(f"layers {list(layers)} are not all of the target's {chosen}")
     names = {"model.norm.weight": "model.norm.weight"}
     entries = read_entries(target)
     for index, layer in enumerate(layers):
@@ -28,8 +26,6 @@ def plant(target: Path, folder: Path, layers: Sequence[int], borrowed: Borrowed)
             for name in entries
             if name.startswith(own)
         }
-    if len(set(layers)) < len(layers):
-        raise ModelError(f"layers {list(layers)} name one twice")
     tensors = {}
     for name, new in names.items():
         with safe_open(entries[name].path, framework="pt") as file:
@@ -41,6 +37,15 @@ def plant(target: Path, folder: Path, layers: Sequence[int], borrowed: Borrowed)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / SINGLE_FILE)
     (folder / "config.json").write_text(json.dumps({**config, **extra}, indent=2) + "\n")
+
+
+def _check_layers(layers: Sequence[int], count: int) -> None:
+    """Raises ModelError."""
+    if not layers or min(layers) < 0 or max(layers) >= count or len(set(layers)) < len(layers):
+        raise ModelError(
+            f"a student cannot start from layers {list(layers)}: name some of 0 to {count - 1}, "
+            "each once"
+        )
 
 
 def planted_config(config: Mapping[str, Json], layers: Sequence[int]) -> dict[str, Json]:
