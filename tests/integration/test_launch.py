@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -17,6 +18,8 @@ from grpc_health.v1 import health_pb2
 from safetensors.torch import load_file, save_file
 
 from drafter_workers.methods import METHODS
+from drafter_workers.planting import plant
+from drafter_workers.student import Borrowed
 from protos.paceline.v1 import generation_pb2 as pb
 from services import launch
 from services.client import Client, ModeName, Options
@@ -24,6 +27,7 @@ from services.config import Config, DrafterConfig, LimitsConfig, ModelConfig, Se
 from services.errors import Unavailable
 from services.launch import Service, launched
 from services.preflight import LaunchError
+from target_workers.model.files import ends_hash
 from tests.tiny import make_tiny_llama
 from tests.unit.services.tiny_folder import VOCAB_SIZE, byte_level_folder
 
@@ -154,7 +158,13 @@ async def test_it_answers_outlives_its_workers_and_leaves_nothing(config: Config
         await answer(service, "off")
 
 
-async def test_on_one_core_the_drafter_shares_the_process(config: Config) -> None:
+async def test_on_one_core_a_student_drafts_in_this_process(
+    config: Config, model: Path, tmp_path: Path
+) -> None:
+    """A student of all layers that knows half of the tokens; it borrows the rest of its target."""
+    half = tuple(range(0, VOCAB_SIZE, 2))
+    plant(model, tmp_path, (0, 1), Borrowed(ends_hash(model), half))
+    config = replace(config, drafter=(DrafterConfig(path=str(tmp_path)),))
     said: list[str] = []
     os.sched_setaffinity(0, {CORES[0]})
     try:

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 import services.launch
+from drafter_workers.planting import plant
+from drafter_workers.student import Borrowed
 from services.config import (
     ClusterConfig,
     Config,
@@ -17,6 +19,7 @@ from services.config import (
 from services.config import TargetConfig as Target
 from services.errors import ConfigError
 from services.launch import prepare
+from target_workers.model.files import ends_hash
 from target_workers.model.shard import Shard
 from tests.tiny import make_tiny_llama
 from tests.unit.services.tiny_folder import byte_level_folder
@@ -92,3 +95,20 @@ def test_what_no_kernel_gives_is_refused(config: Config, target: Target, message
 def test_without_kernels_torch_serves(config: Config) -> None:
     prepared = prepare(replace(config, target=Target(dtype="fp64", exact=False)))
     assert not prepared.memory.holders[0].footprint.has_kernels
+
+
+def test_a_student_needs_no_tokenizer_and_its_own_target(config: Config, tmp_path: Path) -> None:
+    target = Path(config.model.path)
+    plant(target, tmp_path, (0,), Borrowed(ends_hash(target), tuple(range(16))))
+    students = replace(config, drafter=(DrafterConfig(path=str(tmp_path), weight_dtype="int8"),))
+    prepared = prepare(students)
+    (seat,) = prepared.plan.drafters
+    settings = prepared.recipe(seat).options["config"]
+    assert (settings.lender, settings.weight_dtype) == (str(target), "int8")
+    whole, small = (holder.footprint.weights_bytes for holder in prepared.memory.holders)
+    assert small < whole
+    (tmp_path / "other").mkdir()
+    other = byte_level_folder(tmp_path / "other")
+    make_tiny_llama(other, 2)
+    with pytest.raises(ConfigError, match=r"drafter\.0\.path.*student of another model"):
+        prepare(replace(students, model=ModelConfig(path=str(other))))
