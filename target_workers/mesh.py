@@ -5,7 +5,6 @@ belongs to and how long it is, at both its ends, so ranks out of step are found 
 waiting or misreading, and what a rank says when it leaves is not taken for the rest of a body.
 """
 
-import hashlib
 import hmac
 import math
 import select
@@ -17,14 +16,13 @@ from contextlib import suppress
 
 from protos.messages import Join
 from protos.worker import GroupBroken
+from target_workers.door import NotThere, admit, introduction, proof
 
 _HEADER = struct.Struct("!QQ")  # number of the exchange, bytes that follow
 _FAREWELL = (1 << 64) - 1  # instead of a number: no exchange follows
 _TAIL = struct.Struct("!I16s")  # bytes of the text before it, proof of the key
-_INTRODUCTION = struct.Struct("!32sQI")  # proof of the key, generation, rank
 _MAX_TEXT_BYTES = 1000
 _END_BYTES = _MAX_TEXT_BYTES + _TAIL.size
-_INTRODUCTION_S = 1.0  # that a stranger may take
 _LAST_WORDS_S = 0.2
 
 
@@ -60,7 +58,7 @@ class Mesh:
     ) -> None:
         self._rank = rank
         self._sockets = dict(sockets)
-        self._proof = _proof(key)
+        self._proof = proof(key)
         self._timeout_s = timeout_s
         self._turn = 0
         self.spent_s = 0.0  # in exchanges, waiting included
@@ -171,7 +169,7 @@ class Mesh:
             wanted = select.POLLOUT * (peer in out) | select.POLLIN * (peer in into)
             poll.register(self._sockets[peer], wanted)
         if not poll.poll(math.ceil(1000 * _left(deadline))):
-            raise GroupBroken(f"{_ranks({*out, *into})} gave no sign for {self._timeout_s:g} s")
+            raise GroupBroken(f"{_ranks({*out, *into})} took longer than {self._timeout_s:g} s")
 
     def _lost(self, peer: int, came: bytes = b"") -> GroupBroken:
         """Why a rank's connection has ended: its last words, which may name another, if any.
@@ -197,21 +195,12 @@ def form(listener: socket.socket, join: Join, timeout_s: float) -> Mesh:
     try:
         for peer in range(join.rank):
             sockets[peer] = _dial(peer, join, deadline)
-        awaited = set(range(join.rank + 1, len(join.peers)))
-        while awaited:
-            listener.settimeout(_left(deadline))
-            connection, _ = listener.accept()
-            peer = _introduced(connection, join)
-            if peer in awaited:
-                awaited.remove(peer)
-                sockets[peer] = connection
-            else:
-                connection.close()
-    except BaseException as error:
-        for connection in sockets.values():
-            connection.close()
-        if isinstance(error, TimeoutError):
-            raise GroupBroken(f"{_ranks(awaited)} did not join within {timeout_s:g} s") from None
+        sockets |= admit(listener, join, range(join.rank + 1, len(join.peers)), deadline)
+    except NotThere as missing:
+        _close(sockets.values())
+        raise GroupBroken(f"{_ranks(missing.ranks)} did not join within {timeout_s:g} s") from None
+    except BaseException:
+        _close(sockets.values())
         raise
     return Mesh(join.rank, sockets, join.key, timeout_s)
 
@@ -220,33 +209,21 @@ def _dial(peer: int, join: Join, deadline: float) -> socket.socket:
     host, _, port = join.peers[peer].rpartition(":")
     try:
         connection = socket.create_connection((host.strip("[]"), int(port)), _left(deadline))
-        connection.sendall(_INTRODUCTION.pack(_proof(join.key), join.generation, join.rank))
+        connection.sendall(introduction(join))
     except OSError as error:
         why = f"cannot be reached at {join.peers[peer]} ({error.strerror or error})"
         raise GroupBroken(f"rank {peer} {why}") from error
     return connection
 
 
-def _introduced(connection: socket.socket, join: Join) -> int:
-    """The rank of who has connected; -1 for a stranger and for a rank of another generation."""
-    connection.settimeout(_INTRODUCTION_S)
-    with suppress(OSError):
-        given = connection.recv(_INTRODUCTION.size, socket.MSG_WAITALL)
-        if len(given) == _INTRODUCTION.size:
-            proof, generation, rank = _INTRODUCTION.unpack(given)
-            is_ours = hmac.compare_digest(proof, _proof(join.key))
-            return int(rank) if is_ours and generation == join.generation else -1
-    return -1
-
-
-def _last_words(connection: socket.socket, end: bytes, proof: bytes) -> str:
+def _last_words(connection: socket.socket, end: bytes, key_proof: bytes) -> str:
     """What a rank said when it ended its connection properly; nothing if it did not."""
     end += _read_out(connection, time.monotonic() + _LAST_WORDS_S)
     if len(end) < _TAIL.size:
         return ""
     length, given = _TAIL.unpack(end[-_TAIL.size :])
     text = end[: -_TAIL.size][-length:] if length else b""
-    return text.decode(errors="replace") if hmac.compare_digest(given, proof[:16]) else ""
+    return text.decode(errors="replace") if hmac.compare_digest(given, key_proof[:16]) else ""
 
 
 def _read_out(connection: socket.socket, deadline: float) -> bytes:
@@ -269,5 +246,6 @@ def _ranks(ranks: Iterable[int]) -> str:
     return f"ranks {', '.join([first, *more])}" if more else f"rank {first}"
 
 
-def _proof(key: str) -> bytes:
-    return hashlib.sha256(key.encode()).digest()
+def _close(connections: Iterable[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()

@@ -2,6 +2,7 @@
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
@@ -9,6 +10,7 @@ import pytest
 
 from protos.messages import Join
 from protos.worker import GroupBroken
+from target_workers.door import MAX_CALLERS
 from target_workers.mesh import _HEADER, Mesh, _Frame, form, listen
 from tests.ranks import LOOPBACK, Threads, joins_of
 
@@ -96,7 +98,7 @@ def test_a_rank_that_is_gone_is_named_by_all(make: Callable[..., Group]) -> None
 def test_a_silent_rank_is_named_by_all_in_time(make: Callable[..., Group]) -> None:
     group = make(3, timeout_s=0.3)
     causes = group.causes(lambda i: group.exchange(i, b"x") if i != 1 else None)
-    assert causes[0] == causes[2] == "rank 1 gave no sign for 0.3 s"
+    assert causes[0] == causes[2] == "rank 1 took longer than 0.3 s"
 
 
 def test_what_one_rank_says_at_its_end_all_hear(make: Callable[..., Group]) -> None:
@@ -213,6 +215,38 @@ def test_strangers_and_stale_ranks_are_turned_away(said: bytes | str) -> None:
         got = group.threads.each(lambda i: group.exchange(i, b"ab"[i : i + 1]))
     assert got == [{1: b"b"}, {0: b"a"}]
     group.stop()
+
+
+def crowd(stack: ExitStack, address: tuple[str, int], count: int) -> None:
+    """So many who connect and say nothing, or part of something."""
+    for i in range(count):
+        stranger = stack.enter_context(socket.create_connection(address))
+        stranger.sendall(b"x" * (i % 3))
+
+
+@pytest.mark.parametrize("count", [40, MAX_CALLERS + 40])
+def test_silent_strangers_keep_no_rank_outside(count: int) -> None:
+    group = Group(2, timeout_s=5.0)
+    with ExitStack() as stack:
+        crowd(stack, group.listeners[0].getsockname(), count)
+        started = time.monotonic()
+        group.form()
+        got = group.threads.each(lambda i: group.exchange(i, b"ab"[i : i + 1]))
+        assert time.monotonic() - started < 5.0
+    assert got == [{1: b"b"}, {0: b"a"}]
+    group.stop()
+
+
+def test_silent_strangers_do_not_move_the_bound() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen(LOOPBACK))
+        address = listener.getsockname()
+        crowd(stack, address, 20)
+        join = Join(1, 0, (f"{LOOPBACK}:{address[1]}", "unused:0"), "key")
+        started = time.monotonic()
+        with pytest.raises(GroupBroken, match=r"rank 1 did not join within 0\.3 s"):
+            form(listener, join, 0.3)
+        assert time.monotonic() - started < 3.0, "a stranger used to cost a second each"
 
 
 def test_a_rank_may_listen_everywhere() -> None:

@@ -1,0 +1,125 @@
+"""The door of a group of ranks: who connects says which rank it is; strangers take nobody's time.
+
+Everyone at the door is listened to at once, within one bound for all.
+"""
+
+import hashlib
+import hmac
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Collection
+from contextlib import suppress
+
+from protos.messages import Join
+
+_INTRODUCTION = struct.Struct("!32sQI")  # proof of the key, generation, rank
+MAX_CALLERS = 64  # who waits longest without a word is turned away first
+
+
+class NotThere(Exception):
+    """Ranks that did not introduce themselves in time."""
+
+    def __init__(self, ranks: Collection[int]) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+
+def proof(key: str) -> bytes:
+    """What shows that one knows the key."""
+    return hashlib.sha256(key.encode()).digest()
+
+
+def introduction(join: Join) -> bytes:
+    """What a rank says first to another."""
+    return _INTRODUCTION.pack(proof(join.key), join.generation, join.rank)
+
+
+def admit(
+    listener: socket.socket, join: Join, awaited: Collection[int], deadline: float
+) -> dict[int, socket.socket]:
+    """Wait until every awaited rank has introduced itself; their connections.
+
+    Raises NotThere at the deadline; nothing is left open then.
+    """
+    found: dict[int, socket.socket] = {}
+    callers: dict[socket.socket, bytes] = {}
+    listener.setblocking(False)
+    try:
+        while len(found) < len(awaited):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise NotThere(sorted(set(awaited) - set(found)))
+            for ready in _ready(listener, callers, left):
+                if ready is listener:
+                    _answer(listener, callers)
+                    continue
+                rank = _heard(ready, callers, join)
+                if rank is None:
+                    continue
+                if rank in awaited and rank not in found:
+                    found[rank] = ready
+                else:
+                    ready.close()
+    except BaseException:
+        _close(found.values())
+        raise
+    finally:
+        _close(callers)
+    return found
+
+
+def _ready(
+    listener: socket.socket, callers: Collection[socket.socket], wait_s: float
+) -> list[socket.socket]:
+    """Whose turn it is; the listener comes last. None if the wait is over."""
+    with selectors.DefaultSelector() as selector:
+        for each in (*callers, listener):
+            selector.register(each, selectors.EVENT_READ)
+        ready = {key.fileobj for key, _ in selector.select(wait_s)}
+    return [each for each in (*callers, listener) if each in ready]
+
+
+def _answer(listener: socket.socket, callers: dict[socket.socket, bytes]) -> None:
+    """Take in who is outside."""
+    with suppress(OSError):  # It went away again, or there is nobody any more.
+        while True:
+            caller, _ = listener.accept()
+            caller.setblocking(False)
+            callers[caller] = b""
+            if len(callers) > MAX_CALLERS:
+                longest = next(iter(callers))
+                del callers[longest]
+                longest.close()
+
+
+def _heard(caller: socket.socket, callers: dict[socket.socket, bytes], join: Join) -> int | None:
+    """The rank of a caller who has said all, and -1 for a stranger: both wait no more."""
+    said = callers.get(caller)
+    if said is None:
+        return None  # Turned away since.
+    try:
+        more = caller.recv(_INTRODUCTION.size - len(said))
+    except BlockingIOError:
+        return None
+    except OSError:
+        more = b""
+    said += more
+    if more and len(said) < _INTRODUCTION.size:
+        callers[caller] = said
+        return None
+    del callers[caller]
+    return _rank(said, join) if len(said) == _INTRODUCTION.size else -1
+
+
+def _rank(said: bytes, join: Join) -> int:
+    """-1 for who does not know the key, and for a rank of another generation."""
+    given, generation, rank = _INTRODUCTION.unpack(said)
+    is_ours = hmac.compare_digest(given, proof(join.key)) and generation == join.generation
+    return int(rank) if is_ours else -1
+
+
+def _close(connections: Collection[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()
