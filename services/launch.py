@@ -34,6 +34,7 @@ from services.shapes import check_borrowed, check_kernels, holders
 from services.text import make_stopper
 from services.translate import Served
 from target_workers.model.config import ModelConfig, ModelError
+from target_workers.model.kernel_cache import kept_in, why_not_kept
 from target_workers.model.shard import Shard, described
 
 Say = Callable[[str], object]
@@ -146,6 +147,8 @@ async def launched(config: Config, say: Say) -> AsyncIterator[Service]:
     prepared = await asyncio.to_thread(prepare, config)
     for line in (*decisions(config, prepared.plan, prepared.memory), *_parts(prepared)):
         say(line)
+    if cause := why_not_kept(kept_in()):
+        say(f"kernels cannot be kept ({cause}): they are compiled anew at every start")
     async with AsyncExitStack() as stack:
         target, drafters = await _start_workers(prepared, stack, say)
         runtime = Runtime(_core(prepared), [target], drafters)

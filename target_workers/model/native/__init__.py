@@ -1,21 +1,19 @@
 """The decoder as compiled CPU kernels, written in Numba and, where it lacks words, in LLVM.
 
-Compiling takes tens of seconds once per machine. What was compiled is kept in the user's cache
+Compiling takes tens of seconds. What was compiled is kept in the user's cache
 folder, under a hash of these sources: Numba itself would not notice a change in an imported file.
 """
 
-import atexit
 import hashlib
 import logging
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numba
 from filelock import FileLock, Timeout
-from platformdirs import user_cache_path
+
+from target_workers.model.kernel_cache import kept_in, private_folder, why_not_kept
 
 log = logging.getLogger(__name__)
 
@@ -41,21 +39,21 @@ def compiling(timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
         lock.release()
 
 
+def forget_kernels() -> None:
+    """Take away what is kept: a full disk or a loss of power may have cut it short."""
+    for file in Path(numba.config.CACHE_DIR).rglob("*.nb[ic]"):
+        file.unlink(missing_ok=True)
+
+
 def _cache_folder() -> Path:
     digest = hashlib.sha256(numba.__version__.encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
-    folder = user_cache_path("paceline") / "kernels" / digest.hexdigest()[:16]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        log.warning("kernels are compiled anew at every start: %s", error)
-        # Of our own and gone with us: what is in such a folder is run.
-        own = tempfile.mkdtemp(prefix="paceline-kernels-")
-        atexit.register(shutil.rmtree, own, ignore_errors=True)
-        return Path(own)
+    folder = kept_in() / digest.hexdigest()[:16]
+    if cause := why_not_kept(folder):
+        log.warning("kernels are compiled anew at every start: %s", cause)
+        return private_folder()
+    return folder
 
 
 numba.config.CACHE_DIR = str(_cache_folder())

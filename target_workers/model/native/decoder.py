@@ -4,6 +4,8 @@ Activations are float32 between kernels; where the CPU multiplies pairs of bfloa
 linear maps are rounded to it.
 """
 
+import logging
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -17,7 +19,7 @@ from target_workers.model.batch import RowBatch, build_batch
 from target_workers.model.config import ModelConfig, ModelError
 from target_workers.model.kv_cache import KVCache
 from target_workers.model.layers import Block, Linear, Reduce, RMSNorm, Rotary, whole
-from target_workers.model.native import compiling
+from target_workers.model.native import compiling, forget_kernels
 from target_workers.model.native.block import Kind, Norm, Rows, Weights, make_rows, run_block
 from target_workers.model.native.chunk import Cached
 from target_workers.model.native.elementwise import add_and_norm
@@ -25,6 +27,8 @@ from target_workers.model.native.linear import Packed, as_array, linear, pack, p
 from target_workers.model.native.llvm import PANEL, has_pair_dot
 from target_workers.model.native.place import Heads
 from target_workers.model.run import IntArray, Run
+
+log = logging.getLogger(__name__)
 
 NO_SCALES = np.empty((0, 0, 0), np.float32)
 
@@ -98,11 +102,20 @@ class NativeDecoder:
         ModelError where kernels of two threads would end the process.
         """
         with compiling():
-            run = Run(np.zeros(1, np.int64), 0, np.zeros(1, np.int64), np.zeros(0, np.int64))
-            states = self.stream(build_batch([run]), KVCache(self.config, 1, kv_dtype))
-            self.logits(self.normed(next(islice(states, 1, None))))
+            try:
+                self._compile(kv_dtype)
+            except (EOFError, pickle.UnpicklingError) as error:
+                log.warning("kernels that were kept are broken (%s); compiling them anew", error)
+                forget_kernels()
+                self._compile(kv_dtype)
         if numba.threading_layer() == "workqueue":
             raise ModelError("the kernels need OpenMP: install libgomp (or the package tbb)")
+
+    def _compile(self, kv_dtype: torch.dtype) -> None:
+        """Call every kernel."""
+        run = Run(np.zeros(1, np.int64), 0, np.zeros(1, np.int64), np.zeros(0, np.int64))
+        states = self.stream(build_batch([run]), KVCache(self.config, 1, kv_dtype))
+        self.logits(self.normed(next(islice(states, 1, None))))
 
     def stream(self, batch: RowBatch, cache: KVCache) -> Iterator[Tensor]:
         """The residual stream, float32 [rows, hidden], after the embedding and after each block.
