@@ -16,6 +16,7 @@ from services.tables import Table, build, override, require
 
 AUTO_K = 4
 MAX_K = 64
+LEAST_RANK_TIMEOUT_S = 0.1
 
 Device = Literal["cpu", "cuda"]
 
@@ -200,7 +201,13 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         _positive(self.start_timeout_s, "cluster.start_timeout_s")
-        _positive(self.rank_timeout_s, "cluster.rank_timeout_s")
+        enough = LEAST_RANK_TIMEOUT_S <= self.rank_timeout_s < math.inf
+        require(
+            enough,
+            "cluster.rank_timeout_s",
+            f"must be at least {LEAST_RANK_TIMEOUT_S} s, is {self.rank_timeout_s}: a step takes "
+            "longer than that",
+        )
         _positive(self.waits_s, "cluster.recovery_s")
         _at_least(1, self.inbox, "cluster.inbox")
         _at_least(1, self.outbox, "cluster.outbox")

@@ -183,10 +183,18 @@ def from_call(call: grpc.aio.AioRpcError) -> RequestFailed:
         for violation in bad.field_violations:
             return InvalidRequest(violation.field, violation.description)
         return InvalidRequest("", message)
+    if _is_too_large(call):
+        return InvalidRequest("", f"the message is too large ({message}); send a shorter prompt")
     kind = _BY_CODE.get(call.code())
     if kind is None:
         return ServerFault(f"{call.code().name}: {message}")
     return kind(message, retry_s=retry.retry_delay.ToNanoseconds() / 1e9)
+
+
+def _is_too_large(call: grpc.aio.AioRpcError) -> bool:
+    """True if gRPC refused a message for its size, which it tells by its wording alone."""
+    is_exhausted = call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    return is_exhausted and "message larger than max" in (call.details() or "")
 
 
 def _packed(detail: BadRequest | RetryInfo) -> AnyMessage:

@@ -14,6 +14,7 @@ from services.pull import PullError, resolve
 from services.tokenizer import Tokenizer, load_tokenizer
 
 REACH_S = 5.0
+GPU_SIGNS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/proc/driver/nvidia/version"))
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -69,10 +70,24 @@ def _check_supported(config: Config, methods: tuple[str, ...]) -> None:
     if config.target.device == "cuda" and config.target.is_exact:
         raise ConfigError("target.exact: exact mode is for CPUs so far; set it to false on cuda")
     _check_later(config)
+    _check_devices(config)
     for index, drafter in enumerate(config.drafter):
         if drafter.method not in ("auto", *methods):
             known = ", ".join(methods)
             raise ConfigError(f"drafter.{index}.method is {drafter.method!r}; known are {known}")
+
+
+def _check_devices(config: Config) -> None:
+    """Raises ConfigError for a GPU that this machine has not, by what its driver leaves."""
+    if config.cluster.address or any(path.exists() for path in GPU_SIGNS):
+        return
+    devices = [("target.device", config.target.device)]
+    devices += [(f"drafter.{i}.device", each.device) for i, each in enumerate(config.drafter)]
+    for key, device in devices:
+        if device == "cuda":
+            raise ConfigError(
+                f"{key} is cuda, and this machine has no GPU or no driver for it; set it to cpu"
+            )
 
 
 def _check_later(config: Config) -> None:

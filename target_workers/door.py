@@ -47,21 +47,17 @@ def admit(
     callers: dict[socket.socket, bytes] = {}
     listener.setblocking(False)
     try:
-        while len(found) < len(awaited):
+        while missing := sorted(set(awaited) - found.keys()):
             left = deadline - time.monotonic()
             if left <= 0:
-                raise NotThere(sorted(set(awaited) - set(found)))
+                raise NotThere(missing)
             for ready in _ready(listener, callers, left):
                 if ready is listener:
                     _answer(listener, callers)
-                    continue
-                rank = _heard(ready, callers, join)
-                if rank is None:
-                    continue
-                if rank in awaited and rank not in found:
-                    found[rank] = ready
                 else:
-                    ready.close()
+                    _hear(ready, callers, join, found)
+        if strangers := found.keys() - set(awaited):
+            _close([found.pop(rank) for rank in strangers])
     except BaseException:
         _close(found.values())
         raise
@@ -94,23 +90,31 @@ def _answer(listener: socket.socket, callers: dict[socket.socket, bytes]) -> Non
                 longest.close()
 
 
-def _heard(caller: socket.socket, callers: dict[socket.socket, bytes], join: Join) -> int | None:
-    """The rank of a caller who has said all, and -1 for a stranger: both wait no more."""
-    said = callers.get(caller)
-    if said is None:
-        return None  # Turned away since.
+def _hear(
+    caller: socket.socket,
+    callers: dict[socket.socket, bytes],
+    join: Join,
+    found: dict[int, socket.socket],
+) -> None:
+    """Listen to a caller; once it has said all, it is found to be a rank, or turned away."""
+    if caller not in callers:
+        return  # Turned away since.
     try:
-        more = caller.recv(_INTRODUCTION.size - len(said))
+        more = caller.recv(_INTRODUCTION.size - len(callers[caller]))
     except BlockingIOError:
-        return None
+        return
     except OSError:
         more = b""
-    said += more
+    callers[caller] += more
+    said = callers[caller]
     if more and len(said) < _INTRODUCTION.size:
-        callers[caller] = said
-        return None
+        return
     del callers[caller]
-    return _rank(said, join) if len(said) == _INTRODUCTION.size else -1
+    rank = _rank(said, join) if len(said) == _INTRODUCTION.size else -1
+    if rank < 0 or rank in found:
+        caller.close()
+    else:
+        found[rank] = caller
 
 
 def _rank(said: bytes, join: Join) -> int:

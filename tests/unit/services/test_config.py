@@ -191,3 +191,9 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     file.write_bytes(b"[model]\npath = '\xff'")
     with pytest.raises(ConfigError, match="not a TOML file"):
         load(file)
+
+
+@pytest.mark.parametrize("seconds", ["1e-9", "0.05", "inf", "nan"])
+def test_a_rank_gets_time_for_a_step(seconds: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.rank_timeout_s must be at least 0\.1 s"):
+        load(overrides=[f"cluster.rank_timeout_s={seconds}"])

@@ -112,6 +112,9 @@ def test_a_status_without_details_is_understood_too() -> None:
 
     assert isinstance(seen(Code.INVALID_ARGUMENT, "bad"), InvalidRequest)
     assert isinstance(seen(Code.UNAVAILABLE, ""), Unavailable)
+    large = seen(Code.RESOURCE_EXHAUSTED, "CLIENT: Sent message larger than max (20 vs. 16)")
+    assert isinstance(large, InvalidRequest) and "shorter prompt" in str(large)
+    assert isinstance(seen(Code.RESOURCE_EXHAUSTED, "the queue is full"), Overloaded)
     other = seen(Code.UNIMPLEMENTED, "no such method")
     assert isinstance(other, ServerFault)
     assert str(other) == "UNIMPLEMENTED: no such method"

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from services import preflight
 from services.config import (
     ClusterConfig,
     Config,
@@ -136,6 +137,25 @@ def test_a_method_that_is_not_known(good: Config) -> None:
 
 def test_exact_mode_on_a_gpu(good: Config) -> None:
     refused(replace(good, target=TargetConfig(device="cuda", exact=True)), "target.exact: ")
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_a_gpu_that_is_not_there_is_refused(
+    good: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, has_gpu: bool
+) -> None:
+    sign = tmp_path / "nvidiactl"
+    monkeypatch.setattr(preflight, "GPU_SIGNS", (sign,))
+    if has_gpu:
+        sign.touch()
+    drafter = replace(good.drafter[0], device="cuda")
+    for config, key in (
+        (replace(good, target=TargetConfig(device="cuda", exact=False)), "target.device"),
+        (replace(good, drafter=(drafter,)), "drafter.0.device"),
+    ):
+        if has_gpu:
+            check(config, METHODS)
+        else:
+            refused(config, f"{key} is cuda")
 
 
 def test_what_comes_with_a_later_release_is_refused_if_it_was_asked_for(good: Config) -> None:

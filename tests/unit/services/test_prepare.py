@@ -8,6 +8,7 @@ import pytest
 import services.launch
 from drafter_workers.planting import plant
 from drafter_workers.student import Borrowed
+from services import preflight
 from services.config import (
     ClusterConfig,
     Config,
@@ -67,6 +68,7 @@ def test_memory_elsewhere_is_not_planned_with_what_is_here(
     monkeypatch.setattr(services.launch, "memory_bytes", lambda: 1 << 20)
     with pytest.raises(ConfigError, match=r"limits\.max_context: weights and work take"):
         prepare(config)
+    monkeypatch.setattr(preflight, "GPU_SIGNS", (Path("/"),))
     cuda = replace(config, target=Target(device="cuda"), drafter=())
     assert prepare(cuda).memory.lines()[0].endswith(" of its device")
 
