@@ -51,19 +51,29 @@ def admit(
             left = deadline - time.monotonic()
             if left <= 0:
                 raise NotThere(missing)
-            for ready in _ready(listener, callers, left):
-                if ready is listener:
-                    _answer(listener, callers)
-                else:
-                    _hear(ready, callers, join, found)
-        if strangers := found.keys() - set(awaited):
-            _close([found.pop(rank) for rank in strangers])
+            _listen(listener, callers, join, found, left)
     except BaseException:
         _close(found.values())
         raise
     finally:
         _close(callers)
+    _close([found.pop(rank) for rank in found.keys() - set(awaited)])
     return found
+
+
+def _listen(
+    listener: socket.socket,
+    callers: dict[socket.socket, bytes],
+    join: Join,
+    found: dict[int, socket.socket],
+    wait_s: float,
+) -> None:
+    """Hear whoever has something to say."""
+    for ready in _ready(listener, callers, wait_s):
+        if ready is listener:
+            _answer(listener, callers)
+        else:
+            _hear(ready, callers, join, found)
 
 
 def _ready(
