@@ -152,6 +152,7 @@ class Corpus:
     """A written folder, to be read at random. Raises CorpusError."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.origin = read_origin(folder)
         self.shards = [Shard(path) for path in shard_paths(folder)]
         if not self.shards:
