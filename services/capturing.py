@@ -88,10 +88,7 @@ def capture(job: CaptureJob, say: Callable[[str], object], progress: Progress) -
         Capture(decoder, settings, dtype).run(_until(todo, writer, job.tokens), done)
     finally:
         writer.flush()
-    say(
-        f"{writer.tokens} tokens in {job.out}; left out: {sieve.twice} said before, "
-        f"{sieve.overlapping} with words of prompts that are kept out"
-    )
+    say(f"{writer.tokens} tokens in {job.out}; left out: {sieve.left_out}")
     return writer.tokens
 
 
@@ -103,7 +100,15 @@ class _Sieve:
         self._kept_out = kept_out
         self._writer = writer
         self._seen = set[bytes]()
-        self.twice = self.overlapping = 0
+        self.unanswered = self.twice = self.overlapping = 0
+
+    @property
+    def left_out(self) -> str:
+        """How many documents were, and why."""
+        return (
+            f"{self.twice} said before, {self.unanswered} without an answer, "
+            f"{self.overlapping} with words of prompts that are kept out"
+        )
 
     def remember(self, corpus: Corpus) -> None:
         """What an earlier run wrote was said before."""
@@ -113,7 +118,9 @@ class _Sieve:
 
     def take(self, document: Document) -> None:
         question = document.tokens[: document.answers.argmax()].tobytes()
-        if question in self._seen:
+        if not document.answers.any():
+            self.unanswered += 1
+        elif question in self._seen:
             self.twice += 1
         elif self._kept_out.overlap(self._tokenizer.decode(document.tokens.tolist())):
             self.overlapping += 1
