@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from drafter_workers.training.acceptance import BoolArray, accepted_length
+from drafter_workers.training.acceptance import BoolArray, accepted_length, by_depth
 from drafter_workers.training.batches import Batch
 from drafter_workers.training.errors import TrainingError
 from drafter_workers.training.teachers import Taught, Teacher, run_rows
@@ -93,7 +93,8 @@ class StudentTask:
     @torch.no_grad()
     def quality(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Over answers: how often its best guess is the target's best token (`agreement`) and the
-        one the target wrote (`acceptance`); tokens per round of chains (`accepted_length`)."""
+        one the target wrote (`acceptance`); tokens per round of chains (`accepted_length`); the
+        chance of the first guesses of a chain, each given those before it (`stands_1`, ...)."""
         rows = [row for batch in batches for row in self._guessed(batch)]
         written = [hits for _, hits in rows]
         every = sum(map(len, written))
@@ -101,6 +102,7 @@ class StudentTask:
             "agreement": sum(int(best.sum()) for best, _ in rows) / every,
             "acceptance": sum(int(hits.sum()) for hits in written) / every,
             "accepted_length": every / sum(len(h) / accepted_length(h, DEPTH) for h in written),
+            **{f"stands_{d}": c for d, c in enumerate(by_depth(written, DEPTH), 1)},
         }
 
     def _guessed(self, batch: Batch) -> Iterable[tuple[BoolArray, BoolArray]]:

@@ -1,13 +1,14 @@
 """How well a drafter guesses what a target said, from its choices beside the target's. Pure."""
 
+from collections.abc import Iterable
+
 import numpy as np
 from numpy.typing import NDArray
 
 BoolArray = NDArray[np.bool_]
-DEPTH = 8
 
 
-def run_lengths(hits: BoolArray, depth: int = DEPTH) -> NDArray[np.int64]:
+def run_lengths(hits: BoolArray, depth: int) -> NDArray[np.int64]:
     """From each place of one text: how many guesses in a row stand, at most `depth`."""
     lengths = np.zeros(len(hits) + 1, np.int64)
     for place in range(len(hits) - 1, -1, -1):
@@ -25,9 +26,11 @@ def accepted_length(hits: BoolArray, depth: int) -> float:
     return len(hits) / rounds if rounds else 1.0
 
 
-def by_depth(hits: BoolArray, depth: int = DEPTH) -> list[float]:
-    """The chance that guess d stands given those before it stand, for d = 1 .. depth; nan: never
-    tried."""
-    runs = run_lengths(hits, depth)
+def by_depth(texts: Iterable[BoolArray], depth: int) -> list[float]:
+    """The chance that guess d stands given those before it stand, d = 1 .. depth, over texts.
+
+    nan where no guess was ever tried.
+    """
+    runs = np.concatenate([run_lengths(hits, depth) for hits in texts])
     reached = [int((runs >= d).sum()) for d in range(depth + 1)]
     return [reached[d + 1] / reached[d] if reached[d] else float("nan") for d in range(depth)]

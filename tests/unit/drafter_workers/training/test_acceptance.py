@@ -34,7 +34,6 @@ def test_runs_are_counted_to_their_end_and_to_the_depth() -> None:
 
 def test_chances_by_depth_are_conditional() -> None:
     hits = np.array([True, True, False, True, False])
-    chances = by_depth(hits, 3)
-    assert chances[:2] == [3 / 5, 1 / 3]
-    assert chances[2] == 0.0
-    assert np.isnan(by_depth(np.array([False]), 2)[1])
+    assert by_depth([hits], 3) == [3 / 5, 1 / 3, 0.0]
+    assert by_depth([hits, hits[:2]], 2) == [5 / 7, 2 / 5]
+    assert np.isnan(by_depth([np.array([False])], 2)[1])
