@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from target_workers import forward
+from target_workers.config import TargetConfig
+from target_workers.forward import load_target
 from target_workers.model.attention import AttentionPlan, attend, plan_attention
 from target_workers.model.batch import RowBatch, build_batch
 from target_workers.model.config import ModelConfig
@@ -229,6 +232,27 @@ def test_the_self_test_tries_every_number_of_threads(
     finally:
         torch.set_num_threads(1)
     assert seen == proven
+
+
+class ByThreads(Unsteady):
+    """A decoder whose results show how many threads computed them, and nothing of the batch."""
+
+    def stream(self, batch: RowBatch, cache: KVCache) -> Iterator[Tensor]:
+        for x in self._decoder.stream(batch, cache):
+            yield x * (1 + torch.get_num_threads() / 1000)
+
+
+def test_bits_that_depend_on_threads_keep_their_number(
+    tiny_llama: FilePath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = ByThreads(load_decoder(tiny_llama, dtype=torch.float32), torch.float32)
+    decoder.compile = lambda kv_dtype: None  # type: ignore[attr-defined]
+    assert not exact_self_test(decoder, 0, threads=(1, 2))
+    monkeypatch.setattr(forward, "load_decoder", lambda *_, **__: decoder)
+    config = TargetConfig(str(tiny_llama), dtype="fp32", num_pages=8, threads=(1, 2))
+    engine = load_target(config, vocab_hash="", incarnation=1)
+    engine._set_cores(2)
+    assert torch.get_num_threads() == 1
 
 
 def attend_reference(qk: Tensor, cached: Tensor, plan: AttentionPlan, window: int) -> Tensor:
