@@ -52,8 +52,8 @@ class Plan:
     """Every worker's seat. The target may use all its cores while no drafter works (`cores_alone`).
 
     A target in several pieces has a seat in `ranks` for each, which share out its cores; the
-    numbers are then those of one rank. `own` are the cores of the orchestrator: the target's, which
-    rests while the orchestrator works.
+    numbers are then those of one rank. `own` are the cores of the orchestrator: all of them, so
+    that it runs on whichever a worker has left idle.
     """
 
     target: Seat
@@ -89,7 +89,7 @@ def share_out(config: Config, cores: Sequence[int]) -> Plan:
         seats,
         cores_alone=len(target),
         cores_shared=len(rest),
-        own=rest if cores else (),
+        own=tuple(cores),
     )
     return plan if config.target.tp == 1 else _split(plan, config.target.tp, rest)
 

@@ -65,7 +65,7 @@ class LoopConfig:
 
     steps: int
     rate: float = 2e-3
-    warm_up: int = 100
+    warm_up: int = 150
     last_rate: float = 0.05
     weight_decay: float = 0.01
     log_every: int = 10
