@@ -1,5 +1,8 @@
 """The distillation loss against its definition in NumPy, and what must hold of it."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 import torch
@@ -71,21 +74,80 @@ def test_the_size_of_gradients_does_not_depend_on_the_temperature() -> None:
     assert max(sizes) < 1.1 * min(sizes)
 
 
-def test_all_parts_together() -> None:
+@dataclass(frozen=True)
+class Scene:
+    """What a student said of some rows, and what it was to say."""
+
+    student: Tensor
+    hidden: Tensor
+    labels: Tensor
+    taught: Taught
+
+
+def scene() -> Scene:
     student, teacher = pair()
     generator = torch.Generator().manual_seed(5)
     hidden, states = torch.randn(2, ROWS, HIDDEN, generator=generator).unbind(0)
     labels = torch.randint(IDS, (ROWS,), generator=generator)
-    config = DistillConfig(temperature=2.0, hard=0.3, features=0.7)
-    got = combined(student, hidden, labels, Taught(teacher, states), config)
+    return Scene(student, hidden, labels, Taught(teacher, states))
 
-    own = np.log(softmax(student.double().numpy()))
-    hard = -own[np.arange(ROWS), labels.numpy()].mean()
-    apart = (hidden - states).double().numpy()
-    matched = (apart**2).mean() / (states.double().numpy() ** 2).mean()
-    expected = 0.7 * divergence(student, teacher, 2.0) + 0.3 * hard + 0.7 * matched
-    assert float(got["loss"]) == pytest.approx(expected, abs=1e-6, rel=1e-6)
-    assert float(feature_loss(states, states)) == 0.0
+
+def defined(scene: Scene, student: Array, hidden: Array, config: DistillConfig) -> float:
+    """The whole loss by its definition, of logits and hidden states of a student."""
+    teacher = scene.taught.logits.double().numpy()
+    if config.kind == "mse":
+        soft = ((student - teacher) ** 2).mean()
+    else:
+        t = config.temperature
+        p, q = softmax(teacher / t), softmax(student / t)
+        soft = t * t * (p * np.log(p / q)).sum(-1).mean()
+    hard = -np.log(softmax(student))[np.arange(ROWS), scene.labels.numpy()].mean()
+    assert scene.taught.states is not None
+    states = scene.taught.states.double().numpy()
+    matched = ((hidden - states) ** 2).mean() / (states**2).mean()
+    return float((1 - config.hard) * soft + config.hard * hard + config.features * matched)
+
+
+def slopes(of: Callable[[Array], float], at: Array) -> Array:
+    """Central differences of a function, place by place."""
+    out, step = np.zeros_like(at), 1e-5
+    for place in np.ndindex(at.shape):
+        apart = np.zeros_like(at)
+        apart[place] = step
+        out[place] = (of(at + apart) - of(at - apart)) / (2 * step)
+    return out
+
+
+CONFIGS = [
+    DistillConfig(temperature=2.0, hard=0.3, features=0.7),
+    DistillConfig(temperature=4.0, features=2.0),
+    DistillConfig(kind="mse", hard=0.25, features=0.5),
+    DistillConfig(hard=1.0),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_all_parts_together_and_their_slopes(config: DistillConfig) -> None:
+    at = scene()
+    student, hidden = (each.double().numpy() for each in (at.student, at.hidden))
+    logits, states = (each.clone().requires_grad_() for each in (at.student, at.hidden))
+    got = combined(logits, states, at.labels, at.taught, config)["loss"]
+    got.backward()
+    assert float(got.detach()) == pytest.approx(defined(at, student, hidden, config), abs=1e-6)
+    by_logits = slopes(lambda each: defined(at, each, hidden, config), student)
+    by_states = slopes(lambda each: defined(at, student, each, config), hidden)
+    assert logits.grad is not None
+    np.testing.assert_allclose(logits.grad.numpy(), by_logits, atol=1e-6)
+    grad = torch.zeros_like(states) if states.grad is None else states.grad
+    np.testing.assert_allclose(grad.numpy(), by_states, atol=1e-6)
+
+
+def test_equal_models_have_no_loss_in_any_part_but_the_labels() -> None:
+    at = scene()
+    states = at.taught.states
+    assert states is not None
+    got = combined(at.taught.logits, states, at.labels, at.taught, DistillConfig(features=1.0))
+    assert abs(float(got["loss"])) < 1e-6 and float(feature_loss(states, states)) == 0.0
 
 
 def test_squares_of_logits_instead() -> None:
