@@ -21,7 +21,7 @@ from orchestrator.core import Core
 from orchestrator.k_policy import FixedK
 from orchestrator.ports import WorkerPort
 from orchestrator.runtime import Runtime
-from protos.host import LOOPBACK, Recipe, own_cores, pin
+from protos.host import LOOPBACK, Recipe, own_cores
 from services.config import Config
 from services.decisions import decisions
 from services.errors import ConfigError
@@ -204,9 +204,6 @@ async def _start_workers(
     ports = await muster(crew, prepared.config.cluster, stack, say)
     ranks, drafters = ports[: len(plan.target_seats)], ports[len(plan.target_seats) :]
     target = as_one(plan.target.name, ranks, prepared.config.cluster)
-    if plan.own:
-        stack.callback(pin, tuple(own_cores()))
-        pin(plan.own)
     return target, [port for port in drafters if port is not None]
 
 

@@ -52,15 +52,14 @@ class Plan:
     """Every worker's seat. The target may use all its cores while no drafter works (`cores_alone`).
 
     A target in several pieces has a seat in `ranks` for each, which share out its cores; the
-    numbers are then those of one rank. `own` are the cores of the orchestrator: all of them, so
-    that it runs on whichever a worker has left idle.
+    numbers are then those of one rank. The orchestrator keeps to no core: it runs on whichever a
+    worker has left idle.
     """
 
     target: Seat
     drafters: tuple[Seat, ...] = ()
     cores_alone: int = 0
     cores_shared: int = 0
-    own: tuple[int, ...] = ()
     ranks: tuple[Seat, ...] = ()
 
     @property
@@ -89,7 +88,6 @@ def share_out(config: Config, cores: Sequence[int]) -> Plan:
         seats,
         cores_alone=len(target),
         cores_shared=len(rest),
-        own=tuple(cores),
     )
     return plan if config.target.tp == 1 else _split(plan, config.target.tp, rest)
 

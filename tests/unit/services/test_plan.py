@@ -24,7 +24,6 @@ def test_a_drafter_gets_the_last_core_and_the_target_rests_it_while_it_drafts() 
     assert found.target.cores == (0, 1)
     assert found.drafters[0].cores == (1,)
     assert (found.cores_alone, found.cores_shared) == (2, 1)
-    assert found.own == (0, 1), "the orchestrator runs wherever a core is idle"
 
 
 def test_drafters_together_get_a_quarter_of_many_cores() -> None:
@@ -38,7 +37,7 @@ def test_one_core_makes_the_drafter_share_the_process() -> None:
     found = plan(1, DrafterConfig(path="d"))
     assert found.drafters[0].in_process
     assert found.processes == (found.target,)
-    assert (found.target.cores, found.cores_shared, found.own) == ((0,), 1, (0,))
+    assert (found.target.cores, found.cores_shared) == ((0,), 1)
 
 
 def test_more_drafters_than_cores_share_what_the_target_leaves() -> None:
@@ -75,7 +74,7 @@ def test_a_core_that_does_not_exist_is_refused(config: Config, key: str) -> None
 def test_on_other_machines_only_named_cores_are_set() -> None:
     config = Config(target=TargetConfig(cores=(40, 41)), drafter=(DrafterConfig(path="d"),))
     found = share_out(config, ())
-    assert (found.target.cores, found.drafters[0].cores, found.own) == ((40, 41), (), ())
+    assert (found.target.cores, found.drafters[0].cores) == ((40, 41), ())
     assert not found.drafters[0].in_process
 
 
@@ -113,7 +112,7 @@ def test_a_target_in_one_piece_has_one_seat() -> None:
 def test_ranks_share_out_the_targets_cores() -> None:
     found = plan(4, tp=2)
     assert rank_cores(found) == [(0, 1), (2, 3)]
-    assert (found.cores_alone, found.cores_shared, found.own) == (2, 2, (0, 1, 2, 3))
+    assert (found.cores_alone, found.cores_shared) == (2, 2)
     assert found.processes == found.ranks
 
 
@@ -150,4 +149,4 @@ def test_every_rank_has_a_core_however_few_there_are(
 def test_ranks_elsewhere_have_no_cores_of_ours() -> None:
     found = share_out(Config(target=TargetConfig(tp=3)), ())
     assert rank_cores(found) == [(), (), ()]
-    assert (found.cores_alone, found.own) == (0, ())
+    assert found.cores_alone == 0
