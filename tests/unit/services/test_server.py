@@ -318,7 +318,7 @@ async def test_reflection_lists_the_services_unless_it_is_off(served: Served) ->
 async def test_a_message_over_the_limit_is_refused_and_the_server_lives(served: Served) -> None:
     config = replace(ON_FREE_PORTS, max_message_bytes=1 << 20)
     async with edge(served, FakeGenerations(DONE), config) as (_, client):
-        with pytest.raises(Overloaded):
+        with pytest.raises(InvalidRequest, match=r"too large .* shorter prompt"):
             await all_events(client, "x" * (1 << 20))
         with pytest.raises(InvalidRequest):
             await all_events(client, "x" * ((1 << 20) - 1000))
