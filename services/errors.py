@@ -85,7 +85,7 @@ class DuplicateRequest(RequestFailed):
 
 
 class Overloaded(RequestFailed):
-    """A bound was reached: of the queue, of a message, or of what waits for a slow reader."""
+    """A bound was reached: of the queue or of what waits for a slow reader."""
 
     code = grpc.StatusCode.RESOURCE_EXHAUSTED
 

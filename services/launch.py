@@ -145,10 +145,9 @@ async def launched(config: Config, say: Say) -> AsyncIterator[Service]:
     """
     began = asyncio.get_running_loop().time()
     prepared = await asyncio.to_thread(prepare, config)
-    for line in (*decisions(config, prepared.plan, prepared.memory), *_parts(prepared)):
+    said = decisions(config, prepared.plan, prepared.memory)
+    for line in (*said, *_parts(prepared), *_kernels(prepared)):
         say(line)
-    if cause := why_not_kept(kept_in()):
-        say(f"kernels cannot be kept ({cause}): they are compiled anew at every start")
     async with AsyncExitStack() as stack:
         target, drafters = await _start_workers(prepared, stack, say)
         runtime = Runtime(_core(prepared), [target], drafters)
@@ -244,6 +243,18 @@ def _parts(prepared: Prepared) -> list[str]:
     """What each rank of the target holds, where there are several."""
     shards = [(seat, Shard(seat.rank, len(prepared.plan.ranks))) for seat in prepared.plan.ranks]
     return [f"{seat.name} holds {described(prepared.shapes[0], shard)}" for seat, shard in shards]
+
+
+def _kernels(prepared: Prepared) -> list[str]:
+    """Why kernels that run here cannot be kept, which a worker says in its log alone."""
+    config = prepared.config
+    devices = (config.target.device, *(each.device for each in config.drafter))
+    pairs = zip(prepared.shapes, devices, strict=False)  # drafters may be no source
+    on_cpu = [shape for shape, device in pairs if device == "cpu"]
+    if config.cluster.address or not any(s.has_kernels(config.target.dtype) for s in on_cpu):
+        return []
+    cause = why_not_kept(kept_in())
+    return [f"kernels cannot be kept ({cause}): each start compiles them anew"] if cause else []
 
 
 def _shape(folder: Path) -> ModelConfig:

@@ -14,7 +14,10 @@ from services.pull import PullError, resolve
 from services.tokenizer import Tokenizer, load_tokenizer
 
 REACH_S = 5.0
-GPU_SIGNS = (Path("/dev/nvidiactl"), Path("/dev/dxg"), Path("/proc/driver/nvidia/version"))
+# Of NVIDIA's driver, before and after its first use; of WSL's; of AMD's.
+GPU_SIGNS = tuple(
+    map(Path, ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg", "/dev/kfd"))
+)
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 
@@ -82,7 +85,8 @@ def _check_devices(config: Config) -> None:
     if config.cluster.address or any(path.exists() for path in GPU_SIGNS):
         return
     devices = [("target.device", config.target.device)]
-    devices += [(f"drafter.{i}.device", each.device) for i, each in enumerate(config.drafter)]
+    if "drafter" in config.speculation.sources:
+        devices += [(f"drafter.{i}.device", each.device) for i, each in enumerate(config.drafter)]
     for key, device in devices:
         if device == "cuda":
             raise ConfigError(

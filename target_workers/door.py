@@ -88,16 +88,15 @@ def _ready(
 
 
 def _answer(listener: socket.socket, callers: dict[socket.socket, bytes]) -> None:
-    """Take in who is outside."""
-    with suppress(OSError):  # It went away again, or there is nobody any more.
-        while True:
-            caller, _ = listener.accept()
-            caller.setblocking(False)
-            callers[caller] = b""
-            if len(callers) > MAX_CALLERS:
-                longest = next(iter(callers))
-                del callers[longest]
-                longest.close()
+    """Take in one who is outside: all are heard before the next, so none goes unheard."""
+    with suppress(OSError):  # It went away again.
+        caller, _ = listener.accept()
+        caller.setblocking(False)
+        callers[caller] = b""
+        if len(callers) > MAX_CALLERS:
+            longest = next(iter(callers))
+            del callers[longest]
+            longest.close()
 
 
 def _hear(

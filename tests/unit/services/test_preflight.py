@@ -121,12 +121,15 @@ def test_a_drafter_with_another_tokenizer(good: Config, tmp_path: Path) -> None:
     refused(config, "drafter.0.path: its tokenizer is not the target's (id 0 is ")
 
 
-def test_a_drafter_is_not_looked_at_if_drafters_are_no_source(good: Config) -> None:
+def test_a_drafter_is_not_looked_at_if_drafters_are_no_source(
+    good: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = replace(
         good,
-        drafter=(DrafterConfig(path="/nowhere"),),
+        drafter=(DrafterConfig(path="/nowhere", device="cuda"),),
         speculation=SpeculationConfig(sources=("lookup",)),
     )
+    monkeypatch.setattr(preflight, "GPU_SIGNS", ())
     assert check(config, METHODS).drafters == ()
 
 

@@ -19,7 +19,8 @@ from services.config import (
 )
 from services.config import TargetConfig as Target
 from services.errors import ConfigError
-from services.launch import prepare
+from services.launch import launched, prepare
+from services.preflight import LaunchError
 from target_workers.model.files import ends_hash
 from target_workers.model.shard import Shard
 from tests.tiny import make_tiny_llama
@@ -97,6 +98,33 @@ def test_what_no_kernel_gives_is_refused(config: Config, target: Target, message
 def test_without_kernels_torch_serves(config: Config) -> None:
     prepared = prepare(replace(config, target=Target(dtype="fp64", exact=False)))
     assert not prepared.memory.holders[0].footprint.has_kernels
+
+
+async def heard(config: Config) -> list[str]:
+    """What the user hears of kernels before any worker starts."""
+    said: list[str] = []
+    with pytest.raises(LaunchError, match="planted"):
+        async with launched(config, said.append):
+            pass
+    return [line for line in said if line.startswith("kernels")]
+
+
+async def test_the_user_hears_that_kernels_are_not_kept(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def no_workers(*_: object) -> None:
+        raise LaunchError("planted")
+
+    monkeypatch.setattr(services.launch, "_start_workers", no_workers)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert await heard(config) == []
+    (tmp_path / "file").write_text("no folder can be made below a file")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    (line,) = await heard(config)
+    assert "cannot be kept" in line and str(tmp_path / "file") in line
+    without = replace(config, target=Target(dtype="fp64", exact=False))
+    for other in (without, replace(config, cluster=ClusterConfig(address="auto"))):
+        assert await heard(other) == []
 
 
 def test_a_student_needs_no_tokenizer_and_its_own_target(config: Config, tmp_path: Path) -> None:

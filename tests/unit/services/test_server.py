@@ -22,7 +22,7 @@ from orchestrator.request import (
     Update,
 )
 from protos.paceline.v1 import generation_pb2 as pb
-from services.client import Client, Event, Options
+from services.client import MAX_MESSAGE_BYTES, Client, Event, Options
 from services.errors import (
     ConfigError,
     InvalidRequest,
@@ -320,6 +320,8 @@ async def test_a_message_over_the_limit_is_refused_and_the_server_lives(served: 
     async with edge(served, FakeGenerations(DONE), config) as (_, client):
         with pytest.raises(InvalidRequest, match=r"too large .* shorter prompt"):
             await all_events(client, "x" * (1 << 20))
+        with pytest.raises(InvalidRequest, match=rf"vs\. {MAX_MESSAGE_BYTES}\).* shorter prompt"):
+            await all_events(client, "x" * MAX_MESSAGE_BYTES)
         with pytest.raises(InvalidRequest):
             await all_events(client, "x" * ((1 << 20) - 1000))
         assert await all_events(client)

@@ -10,7 +10,7 @@ import pytest
 
 from protos.messages import Join
 from protos.worker import GroupBroken
-from target_workers.door import MAX_CALLERS
+from target_workers.door import MAX_CALLERS, admit, introduction
 from target_workers.mesh import _HEADER, Mesh, _Frame, form, listen
 from tests.ranks import LOOPBACK, Threads, joins_of
 
@@ -235,6 +235,19 @@ def test_silent_strangers_keep_no_rank_outside(count: int) -> None:
         assert time.monotonic() - started < 5.0
     assert got == [{1: b"b"}, {0: b"a"}]
     group.stop()
+
+
+def test_strangers_who_come_later_turn_no_rank_away() -> None:
+    with ExitStack() as stack:
+        listener = stack.enter_context(listen(LOOPBACK))
+        address = listener.getsockname()
+        first, second = joins_of([address[1], 1])
+        rank = stack.enter_context(socket.create_connection(address))
+        rank.sendall(introduction(second))
+        crowd(stack, address, MAX_CALLERS + 40)
+        found = admit(listener, first, [1], time.monotonic() + 5.0)
+        assert found.keys() == {1}
+        stack.enter_context(found[1])
 
 
 def test_silent_strangers_do_not_move_the_bound() -> None:
