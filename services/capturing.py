@@ -1,32 +1,39 @@
 """`paceline capture`: has a target write a corpus to train drafters on."""
 
+import hashlib
+import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import filterfalse
+from functools import partial
 from pathlib import Path
 
-from drafter_workers.training.capture import Capture, CaptureConfig, use_threads
+from filelock import FileLock, Timeout
+
+from drafter_workers.training.capture import HEAD_ROWS, Capture, CaptureConfig, use_threads
 from drafter_workers.training.conversation import Plan
-from drafter_workers.training.corpus import (
-    Corpus,
-    CorpusWriter,
-    Document,
-    Kept,
-    Origin,
-)
+from drafter_workers.training.corpus import Corpus, Document, Kept, Origin
+from drafter_workers.training.corpus_writer import CorpusWriter
 from drafter_workers.training.openers import OPENERS
 from drafter_workers.training.overlap import KeptOut
-from drafter_workers.training.plans import Frame, Style, answered, self_written
+from drafter_workers.training.plans import Frame, Ids, Style, answered, self_written
+from drafter_workers.training.sieve import Sieve
+from services.chat import ChatError
 from services.errors import ConfigError
-from services.prompts import Prompt, kept_out_texts, read_prompts
+from services.memory_plan import human
+from services.preflight import memory_bytes
+from services.prompts import kept_out_texts, read_prompts, text_of
 from services.pull import resolve
 from services.tokenizer import Tokenizer, load_tokenizer
 from target_workers.model.config import ModelConfig
 from target_workers.model.files import model_hash
+from target_workers.model.footprint import Footprint
 from target_workers.model.loading import DTYPES, load_decoder
 
 SPARE_BYTES = 64 << 20
+SELF_WRITTEN = "self-written"  # the source of a corpus without prompts
+Say = Callable[[str], object]
 Progress = Callable[[str, int, int], None]
 
 
@@ -48,120 +55,140 @@ class CaptureJob:
     seed: int = 0
 
 
-def capture(job: CaptureJob, say: Callable[[str], object], progress: Progress) -> int:
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What a target is made to write: `tokens` of it at most, but for what is begun by then."""
+
+    plans: Iterator[Plan]
+    tokens: int
+    source: str
+
+
+def capture(job: CaptureJob, say: Say, progress: Progress) -> int:
     """Write until there are so many tokens, or all prompts are answered; how many there are then.
 
     Goes on with what an interrupted run left. Raises ConfigError, CorpusError or ModelError.
     """
     folder = resolve(job.target)
-    config, tokenizer = ModelConfig.from_folder(folder), load_tokenizer(folder)
-    kept = _kept(job, config)
-    origin = Origin(
-        model_hash(folder), config.vocab_size, job.seed, str(job.data or "self-written"), kept
-    )
-    plans = _plans(job, tokenizer)
-    writer = CorpusWriter(job.out, origin)
-    _check_disk(job, kept, writer.tokens, say)
-    settings = CaptureConfig(
-        vocab_size=min(config.vocab_size, tokenizer.vocab_size),
-        ends=frozenset({*tokenizer.eos_ids, *config.eos_tokens}),
+    model, tokenizer = ModelConfig.from_folder(folder), load_tokenizer(folder)
+    settings = _settings(job, model, tokenizer)
+    kept_out = KeptOut(kept_out_texts(job.kept_out))
+    work = _work(job, tokenizer, kept_out, settings.max_length)
+    _check_memory(model, settings, job.dtype)
+    origin = Origin(model_hash(folder), model.vocab_size, job.seed, work.source, settings.kept)
+    with _alone(job.out):
+        writer = CorpusWriter(job.out, origin)
+        _check_disk(job.out, work, settings, writer.tokens, say)
+        sieve = Sieve(partial(text_of, tokenizer), kept_out, writer)
+        if writer.tokens:
+            sieve.remember(Corpus(job.out))
+
+        def show() -> None:
+            progress("tokens", min(writer.tokens, work.tokens), work.tokens)
+
+        def done(document: Document) -> None:
+            sieve.take(document)
+            show()
+
+        target = _target(job, folder, settings, say)
+        show()
+        try:
+            target.run(_wanted(work, writer), done)
+        finally:
+            writer.flush()
+    say(f"{writer.tokens} tokens in {job.out}; left out: {sieve.left_out}")
+    return writer.tokens
+
+
+def _settings(job: CaptureJob, model: ModelConfig, tokenizer: Tokenizer) -> CaptureConfig:
+    return CaptureConfig(
+        vocab_size=min(model.vocab_size, tokenizer.vocab_size),
+        ends=frozenset({*tokenizer.eos_ids, *model.eos_tokens}),
         batch=job.batch,
-        max_length=min(job.max_length, config.max_context),
-        kept=kept,
+        max_length=min(job.max_length, model.max_context),
+        kept=_kept(job, model),
     )
+
+
+def _target(job: CaptureJob, folder: Path, settings: CaptureConfig, say: Say) -> Capture:
+    """The target, loaded and ready to write."""
     if job.threads:
         use_threads(job.threads)
     dtype = DTYPES[job.dtype]
     decoder = load_decoder(folder, dtype=dtype)
     say("compiling kernels")
     decoder.compile(dtype)
-    sieve = _Sieve(tokenizer, KeptOut(kept_out_texts(job.kept_out)), writer)
-    if writer.tokens:
-        sieve.remember(Corpus(job.out))
+    return Capture(decoder, settings, dtype)
 
-    def done(document: Document) -> None:
-        sieve.take(document)
-        progress("tokens", min(writer.tokens, job.tokens), job.tokens)
 
-    todo = filterfalse(lambda plan: plan.number in writer.done, plans)
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Holds a folder for one capture. Raises ConfigError if another one has it."""
+    lock = FileLock(folder / ".lock")
     try:
-        Capture(decoder, settings, dtype).run(_until(todo, writer, job.tokens), done)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire(blocking=False)
+    except Timeout as error:
+        raise ConfigError(
+            f"another capture writes to {folder}; let it finish or end it, or give another folder"
+        ) from error
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {folder}: {error}; make it writable, or give another folder"
+        ) from error
+    try:
+        yield
     finally:
-        writer.flush()
-    say(f"{writer.tokens} tokens in {job.out}; left out: {sieve.left_out}")
-    return writer.tokens
+        lock.release()
 
 
-class _Sieve:
-    """Lets a document through unless its first question was there before or is kept out."""
-
-    def __init__(self, tokenizer: Tokenizer, kept_out: KeptOut, writer: CorpusWriter) -> None:
-        self._tokenizer = tokenizer
-        self._kept_out = kept_out
-        self._writer = writer
-        self._seen = set[bytes]()
-        self.unanswered = self.twice = self.overlapping = 0
-
-    @property
-    def left_out(self) -> str:
-        """How many documents were, and why."""
-        return (
-            f"{self.twice} said before, {self.unanswered} without an answer, "
-            f"{self.overlapping} with words of prompts that are kept out"
-        )
-
-    def remember(self, corpus: Corpus) -> None:
-        """What an earlier run wrote was said before."""
-        for span in corpus.documents:
-            tokens, answers = corpus.tokens(span), corpus.answers(span)
-            self._seen.add(tokens[: answers.argmax()].tobytes())
-
-    def take(self, document: Document) -> None:
-        question = document.tokens[: document.answers.argmax()].tobytes()
-        if not document.answers.any():
-            self.unanswered += 1
-        elif question in self._seen:
-            self.twice += 1
-        elif self._kept_out.overlap(self._tokenizer.decode(document.tokens.tolist())):
-            self.overlapping += 1
-        else:
-            self._seen.add(question)
-            self._writer.add(document)
-
-
-def _kept(job: CaptureJob, config: ModelConfig) -> Kept:
+def _kept(job: CaptureJob, model: ModelConfig) -> Kept:
     match job.keep:
         case "states":
-            return Kept(state_size=config.hidden_size)
+            return Kept(state_size=model.hidden_size)
         case "top":
-            return Kept(top=min(job.top, config.vocab_size))
+            return Kept(top=min(job.top, model.vocab_size))
         case "nothing":
             return Kept()
     raise ConfigError(f"--keep must be states, top or nothing, is {job.keep!r}")
 
 
-def _plans(job: CaptureJob, tokenizer: Tokenizer) -> Iterator[Plan]:
+def _work(job: CaptureJob, tokenizer: Tokenizer, kept_out: KeptOut, max_length: int) -> _Work:
+    """Raises ConfigError for prompts that are kept out, or too long for a conversation."""
     frame, style = chat_frame(tokenizer), Style()
     if job.data is None:
         openers = [[_plain(tokenizer, text) for text in texts] for texts in OPENERS.values()]
-        return self_written(frame, openers, style, job.seed)
-    kept_out = KeptOut(kept_out_texts(job.kept_out))
-    prompts = [_checked(prompt, kept_out, job.data) for prompt in read_prompts(job.data)]
-    return answered(
-        [[_plain(tokenizer, turn) for turn in prompt.turns] for prompt in prompts],
-        frame,
-        style,
-        job.seed,
-    )
-
-
-def _checked(prompt: Prompt, kept_out: KeptOut, path: Path) -> Prompt:
-    for turn in prompt.turns:
-        if shared := kept_out.overlap(turn):
+        longest = max(len(opener) for kind in openers for opener in kind)
+        shortest = len(frame.before) + longest + 1 + len(frame.answer) + 1
+        if max_length < shortest:
             raise ConfigError(
-                f"{path} holds a prompt that is kept out of training ({shared!r}); remove it"
+                f"--max-length {max_length} has no room for a question and its answer; give "
+                f"{shortest} or more"
             )
-    return prompt
+        return _Work(self_written(frame, openers, style, job.seed), job.tokens, SELF_WRITTEN)
+    prompts = _prompts(job.data, tokenizer, kept_out)
+    plans = list(answered(prompts, frame, style, job.seed))
+    for plan in plans:
+        if len(plan.turns[0].given) >= max_length:
+            raise ConfigError(
+                f"prompt {plan.number + 1} of {job.data} takes {len(plan.turns[0].given)} tokens "
+                f"and leaves no room to answer it in {max_length}; shorten it or give a larger "
+                "--max-length, up to the model's context"
+            )
+    content = hashlib.sha256(job.data.read_bytes()).hexdigest()[:16]
+    tokens = min(job.tokens, len(plans) * max_length)
+    return _Work(iter(plans), tokens, f"{job.data.name} {content}")
+
+
+def _prompts(path: Path, tokenizer: Tokenizer, kept_out: KeptOut) -> Sequence[Sequence[Ids]]:
+    """The turns of a file's prompts. Raises ConfigError for one that is kept out."""
+    prompts = read_prompts(path)
+    for number, prompt in enumerate(prompts, 1):
+        if shared := next(filter(None, map(kept_out.overlap, prompt.turns)), ""):
+            raise ConfigError(
+                f"prompt {number} of {path} is kept out of training ({shared!r}); remove it"
+            )
+    return [[_plain(tokenizer, turn) for turn in prompt.turns] for prompt in prompts]
 
 
 def chat_frame(tokenizer: Tokenizer) -> Frame:
@@ -170,37 +197,61 @@ def chat_frame(tokenizer: Tokenizer) -> Frame:
         raise ConfigError("the model has no chat template; capture needs an instruct model")
     marks = ("\u2402first\u2402", "\u2402second\u2402", "\u2402third\u2402")
     roles = ("user", "assistant", "user")
-    rendered = tokenizer.template.render(
-        [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
-    )
-    before, _, rest = rendered.partition(marks[0])
-    _, _, rest = rest.partition(marks[1])
-    again, _, answer = rest.partition(marks[2])
-    return Frame(*(_plain(tokenizer, text) for text in (before, answer, again)))
+    try:
+        text = tokenizer.template.render(
+            [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+        )
+    except ChatError as error:
+        raise ConfigError(f"capture cannot use this model: {error}") from error
+    pieces = re.split("|".join(marks), text)
+    if len(pieces) != 4 or not pieces[0]:
+        raise ConfigError(
+            "capture cannot use this model: its chat template does not show every turn once, after "
+            "a beginning; capture needs one that does"
+        )
+    before, _, again, answer = (_plain(tokenizer, piece) for piece in pieces)
+    return Frame(before, answer, again)
 
 
-def _plain(tokenizer: Tokenizer, text: str) -> tuple[int, ...]:
+def _plain(tokenizer: Tokenizer, text: str) -> Ids:
     return tuple(tokenizer.library.encode(text, add_special_tokens=False).ids)
 
 
-def _until(plans: Iterator[Plan], writer: CorpusWriter, tokens: int) -> Iterator[Plan]:
-    """Plans for as long as more tokens are wanted."""
-    for plan in plans:
-        if writer.tokens >= tokens:
+def _wanted(work: _Work, writer: CorpusWriter) -> Iterator[Plan]:
+    """Plans that were not written yet, for as long as more tokens are wanted."""
+    for plan in work.plans:
+        if writer.tokens >= work.tokens:
             return
-        yield plan
+        if plan.number not in writer.done:
+            yield plan
 
 
-def _check_disk(job: CaptureJob, kept: Kept, written: int, say: Callable[[str], object]) -> None:
-    """Say how much is to be written. Raises ConfigError if there is no room for it."""
-    need = max(0, job.tokens - written) * kept.token_bytes
-    free = shutil.disk_usage(job.out).free
-    say(
-        f"{job.tokens} tokens, {written} of them there: {need / 1e6:.0f} MB more in {job.out} "
-        f"({kept.token_bytes} bytes each; {free / 1e6:.0f} MB are free)"
-    )
-    if need + SPARE_BYTES > free:
+def _check_memory(model: ModelConfig, settings: CaptureConfig, dtype: str) -> None:
+    """Raise ConfigError if the machine has no memory for the target and its conversations."""
+    shape = Footprint(model, dtype)
+    work_bytes = shape.work_bytes(max(HEAD_ROWS, settings.batch), settings.max_length)
+    need = shape.weights_bytes + settings.num_slots * shape.kv_bytes + work_bytes
+    if need > memory_bytes():
         raise ConfigError(
-            f"{job.out} has room for {free / 1e6:.0f} MB, {need / 1e6:.0f} are needed; ask for "
-            "fewer tokens, keep less (--keep top or nothing), or give another folder"
+            f"{settings.batch} conversations of {settings.max_length} tokens take "
+            f"{human(need)} of memory, the machine has {human(memory_bytes())}; give a smaller "
+            "--batch or --max-length"
+        )
+
+
+def _check_disk(out: Path, work: _Work, settings: CaptureConfig, written: int, say: Say) -> None:
+    """Say how much is to be written. Raises ConfigError if there is no room for it."""
+    each = settings.kept.token_bytes
+    need = max(0, work.tokens - written) * each
+    free = shutil.disk_usage(out).free
+    say(
+        f"{work.tokens} tokens, {written} of them there: {need / 1e6:.0f} MB more in {out} "
+        f"({each} bytes each; {free / 1e6:.0f} MB are free)"
+    )
+    # When there is enough, as many conversations as run at once are still to end.
+    need += settings.num_slots * each + SPARE_BYTES
+    if need > free:
+        raise ConfigError(
+            f"{out} has room for {free / 1e6:.0f} MB, {need / 1e6:.0f} are needed; ask for fewer "
+            "tokens, keep less (--keep top or nothing), or give another folder"
         )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.errors import ConfigError
+from services.tokenizer import Tokenizer
 
 COLUMNS = "`turns` (a list of texts), `prompt` (a text) or `messages` (role and content)"
 
@@ -35,6 +36,11 @@ def kept_out_texts(paths: Iterable[Path]) -> Iterator[str]:
     for path in paths:
         for prompt in read_prompts(path):
             yield from prompt.turns
+
+
+def text_of(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
+    """What a conversation says. A special token ends a word: what stands around it are two."""
+    return b"".join(tokenizer.pieces[id] or b" " for id in ids).decode("utf-8", errors="replace")
 
 
 def _prompts(path: Path, lines: list[str]) -> Iterator[Prompt]:

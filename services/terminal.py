@@ -5,7 +5,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 # gRPC's own log says nothing a user can act on. It is read when gRPC is imported.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -29,8 +36,13 @@ class StageBars:
 
 @contextmanager
 def stage_bars() -> Iterator[StageBars]:
-    """Bars on standard error for as long as the work lasts."""
-    columns = (TextColumn("{task.description:>12}"), BarColumn(), TimeElapsedColumn())
+    """Bars on standard error for as long as the work lasts: the time it took, and what is left."""
+    columns = (
+        TextColumn("{task.description:>12}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=err, transient=False) as progress:
         yield StageBars(progress)
 

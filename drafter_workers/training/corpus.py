@@ -8,24 +8,25 @@ A folder holds `corpus.json`, which says who wrote it and how, and `shard-N.safe
     numbers  int64 [docs]       each document's number in the plan
     states   bf16  [n, hidden]  the target's normed hidden state after each token, where kept
     top_ids, top_logits, log_sums: its best tokens, their logits and the sum of all, where kept
+    left_out int64 [any]        numbers whose conversations were written and not taken, where any
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 HEADER = "corpus.json"
 TOKEN_BYTES = 4 + 1
 STATE_BYTES = 2
 TOP_BYTES = 4 + 2
+LOG_SUM_BYTES = 4
 
 
 class CorpusError(Exception):
@@ -42,13 +43,19 @@ class Kept:
     @property
     def token_bytes(self) -> int:
         """Bytes on disk for each token."""
-        top = self.top * TOP_BYTES + 4 if self.top else 0
+        top = self.top * TOP_BYTES + LOG_SUM_BYTES if self.top else 0
         return TOKEN_BYTES + self.state_size * STATE_BYTES + top
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of what is kept."""
+        states = ("states",) if self.state_size else ()
+        return (*states, *(("top_ids", "top_logits", "log_sums") if self.top else ()))
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who wrote a corpus, and how: two with the same origin are the same documents."""
+    """Who wrote a corpus, and how: one can be gone on with by the same origin only."""
 
     target_hash: str
     vocab_size: int
@@ -67,73 +74,32 @@ class Document:
     parts: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class CorpusWriter:
-    """Adds documents to a folder, a shard at a time; an interrupted one loses its open shard."""
-
-    def __init__(self, folder: Path, origin: Origin, shard_tokens: int = 1 << 16) -> None:
-        self._folder = folder
-        self._shard_tokens = shard_tokens
-        self._open: list[Document] = []
-        folder.mkdir(parents=True, exist_ok=True)
-        if (folder / HEADER).is_file():
-            known = read_origin(folder)
-            if known != origin:
-                raise CorpusError(
-                    f"{folder} holds another corpus ({_difference(known, origin)}); "
-                    "give another folder, or the same target and options"
-                )
-        else:
-            (folder / HEADER).write_text(json.dumps(asdict(origin), indent=1) + "\n")
-        shards = [Shard(path) for path in shard_paths(folder)]
-        self._next = len(shards)
-        self.tokens = sum(len(shard.tokens) for shard in shards)
-        self.done = {int(number) for shard in shards for number in shard.numbers}
-
-    def add(self, document: Document) -> None:
-        """Take a document; it is on disk once its shard is full or `flush` was called."""
-        self._open.append(document)
-        self.tokens += len(document.tokens)
-        self.done.add(document.number)
-        if sum(len(each.tokens) for each in self._open) >= self._shard_tokens:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what is open. Raises CorpusError if the disk has no room; nothing is lost of what
-        was written before."""
-        if not self._open:
-            return
-        path = self._folder / f"shard-{self._next:05}.safetensors"
-        unfinished = path.with_suffix(".part")
-        try:
-            save_file(_stacked(self._open), unfinished)
-            unfinished.replace(path)
-        except (OSError, SafetensorError) as error:
-            unfinished.unlink(missing_ok=True)
-            raise CorpusError(
-                f"cannot write {path}: {error}; make room and run the same command again: "
-                "it goes on where it stopped"
-            ) from error
-        self._next += 1
-        self._open.clear()
-
-
 class Shard:
-    """One shard, mapped: a part is read when it is asked for."""
+    """One shard, mapped: a part is read when it is asked for. Raises CorpusError."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._file = safe_open(path, framework="pt")
-            self.tokens = self._file.get_tensor("tokens").numpy().astype(np.int64)
-            self.answers = self._file.get_tensor("answers").numpy().astype(bool)
-            self.bounds = self._file.get_tensor("bounds").numpy()
-            self.numbers = self._file.get_tensor("numbers").numpy()
+            self.names = frozenset(self._file.keys())
+            self.tokens = self._array("tokens")  # int32 [n]
+            self.answers = self._array("answers").view(bool)
+            self.bounds = self._array("bounds")
+            self.numbers = self._array("numbers")
+            has_left_out = "left_out" in self.names
+            self.left_out = self._array("left_out") if has_left_out else self.numbers[:0]
         except (SafetensorError, OSError) as error:
-            raise CorpusError(f"{path} is no whole shard ({error}); delete it") from error
+            raise CorpusError(
+                f"{path} is no whole shard ({error}); delete it and run the same capture again"
+            ) from error
 
     def part(self, name: str, begin: int, end: int) -> Tensor:
         """Rows [begin, end) of what is kept under `name`."""
         rows: Tensor = self._file.get_slice(name)[begin:end]
         return rows
+
+    def _array(self, name: str) -> NDArray[Any]:
+        array: NDArray[Any] = self._file.get_tensor(name).numpy()
+        return array
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +123,12 @@ class Corpus:
         self.shards = [Shard(path) for path in shard_paths(folder)]
         if not self.shards:
             raise CorpusError(f"{folder} has no shard yet; run paceline capture into it")
+        for path, shard in zip(shard_paths(folder), self.shards, strict=True):
+            if missing := set(self.origin.kept.parts) - shard.names:
+                raise CorpusError(
+                    f"{path} lacks {', '.join(sorted(missing))}, which {HEADER} promises; "
+                    "delete it and run the same capture again"
+                )
 
     @property
     def size(self) -> int:
@@ -176,8 +148,9 @@ class Corpus:
         return [span for _, span in sorted(spans, key=lambda pair: pair[0])]
 
     def tokens(self, span: Span) -> NDArray[np.int64]:
-        tokens: NDArray[np.int64] = self.shards[span.shard].tokens[span.begin : span.end]
-        return tokens
+        """The ids of a span."""
+        tokens: NDArray[np.int32] = self.shards[span.shard].tokens[span.begin : span.end]
+        return tokens.astype(np.int64)
 
     def answers(self, span: Span) -> NDArray[np.bool_]:
         """Which tokens of a span belong to answers."""
@@ -191,34 +164,29 @@ class Corpus:
 
 def shard_paths(folder: Path) -> list[Path]:
     """The whole shards of a folder, in order."""
-    return sorted(folder.glob("shard-*.safetensors"))
+    return sorted(folder.glob("shard-[0-9]*.safetensors"), key=shard_index)
 
 
 def read_origin(folder: Path) -> Origin:
     """Who wrote a corpus. Raises CorpusError."""
     path = folder / HEADER
     if not path.is_file():
+        if shard_paths(folder):
+            raise CorpusError(
+                f"{folder} has shards and no {HEADER} that says whose; put it back, or capture "
+                "into another folder"
+            )
         raise CorpusError(f"{folder} holds no corpus; run paceline capture into it")
     try:
         raw = json.loads(path.read_text())
         return Origin(**(raw | {"kept": Kept(**raw["kept"])}))
-    except (ValueError, TypeError, KeyError) as error:
-        raise CorpusError(f"{path} cannot be read ({error}); capture anew") from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise CorpusError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); put it back, or capture "
+            "into another folder"
+        ) from error
 
 
-def _stacked(documents: list[Document]) -> dict[str, Tensor]:
-    lengths = np.array([0, *(len(each.tokens) for each in documents)])
-    tensors = {
-        "tokens": torch.from_numpy(np.concatenate([each.tokens for each in documents])).int(),
-        "answers": torch.from_numpy(np.concatenate([each.answers for each in documents])).byte(),
-        "bounds": torch.from_numpy(lengths.cumsum()),
-        "numbers": torch.tensor([each.number for each in documents]),
-    }
-    for name in documents[0].parts:
-        tensors[name] = torch.cat([each.parts[name] for each in documents])
-    return tensors
-
-
-def _difference(known: Origin, asked: Origin) -> str:
-    names = (name for name, value in asdict(known).items() if value != asdict(asked)[name])
-    return ", ".join(names)
+def shard_index(path: Path) -> int:
+    """The place of a shard in its folder, by its name."""
+    return int(path.stem.removeprefix("shard-"))

@@ -1,14 +1,15 @@
 """Keeps benchmark prompts out of training: what shares a long run of words with one is named."""
 
 import re
+import unicodedata
 from collections.abc import Iterable
 
 RUN = 10  # words
 
 
 def words(text: str) -> list[str]:
-    """Words as the check compares them."""
-    return re.findall(r"\w+", text.lower())
+    """Words as the check compares them: whatever their case, marks and spelling in Unicode."""
+    return re.findall(r"\w+", unicodedata.normalize("NFKC", text).casefold())
 
 
 class KeptOut:
@@ -19,18 +20,16 @@ class KeptOut:
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._runs: set[tuple[str, ...]] = set()
-        self._lengths: set[int] = set()
         for text in texts:
             own = words(text)
-            size = min(RUN, len(own))
-            if size:
-                self._lengths.add(size)
-                self._runs.update(_runs(own, size))
+            if own:
+                self._runs.update(_runs(own, min(RUN, len(own))))
+        self._sizes = sorted({len(run) for run in self._runs}, reverse=True)
 
     def overlap(self, text: str) -> str:
         """The first words shared with a text that is kept out; empty if there are none."""
         own = words(text)
-        for size in sorted(self._lengths, reverse=True):
+        for size in self._sizes:
             for run in _runs(own, size):
                 if run in self._runs:
                     return " ".join(run)
@@ -38,4 +37,5 @@ class KeptOut:
 
 
 def _runs(all_words: list[str], size: int) -> Iterable[tuple[str, ...]]:
+    """Every `size` words that follow each other."""
     return zip(*(all_words[i:] for i in range(size)), strict=False)

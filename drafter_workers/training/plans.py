@@ -9,9 +9,8 @@ from drafter_workers.training.conversation import Plan, Turn
 
 Ids = tuple[int, ...]
 
-# Chances: of an opener for the question, and of a second question.
-OPENED = 0.75
-SECOND = 0.2
+OPENER_CHANCE = 0.75  # that a question has its first words given
+SECOND_CHANCE = 0.2  # that a second question follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +32,13 @@ class Style:
     question_temperature: float = 0.9
     answer_temperatures: tuple[float, ...] = (0.0, 0.0, 0.4, 0.8, 1.0)
 
+    def __post_init__(self) -> None:
+        temperatures = (self.question_temperature, *self.answer_temperatures)
+        if min(self.question_tokens, self.answer_tokens) < 1 or min(temperatures) < 0:
+            raise ValueError(
+                "questions and answers need a token at least, and temperatures of 0 or more"
+            )
+
 
 def self_written(
     frame: Frame, openers: Sequence[Sequence[Ids]], style: Style, seed: int
@@ -45,7 +51,7 @@ def self_written(
     while True:
         chance = np.random.default_rng([seed, number])
         turns = list(_exchange(frame.before, frame, openers, style, chance))
-        if chance.random() < SECOND:
+        if chance.random() < SECOND_CHANCE:
             turns += _exchange(frame.again, frame, openers, style, chance)
         yield Plan(number, int(chance.integers(1 << 62)), tuple(turns))
         number += 1
@@ -54,15 +60,19 @@ def self_written(
 def answered(
     prompts: Sequence[Sequence[Ids]], frame: Frame, style: Style, seed: int
 ) -> Iterator[Plan]:
-    """Answers to given questions, turn by turn."""
+    """Answers to given questions, turn by turn; a plan's number is its prompt's place."""
     for number, questions in enumerate(prompts):
         chance = np.random.default_rng([seed, number])
         temperature = float(chance.choice(style.answer_temperatures))
+        befores = (frame.before, *[frame.again] * (len(questions) - 1))
         turns = tuple(
-            Turn((*before, *question, *frame.answer), style.answer_tokens, temperature, True)
-            for before, question in zip(
-                (frame.before, *[frame.again] * len(questions)), questions, strict=False
+            Turn(
+                (*before, *question, *frame.answer),
+                style.answer_tokens,
+                temperature,
+                is_answer=True,
             )
+            for before, question in zip(befores, questions, strict=True)
         )
         yield Plan(number, int(chance.integers(1 << 62)), turns)
 
@@ -76,11 +86,13 @@ def _exchange(
 ) -> tuple[Turn, Turn]:
     """A question and its answer."""
     opener: Ids = ()
-    if openers and chance.random() < OPENED:
+    if openers and chance.random() < OPENER_CHANCE:
         kind = openers[int(chance.integers(len(openers)))]
         opener = kind[int(chance.integers(len(kind)))]
     temperature = float(chance.choice(style.answer_temperatures))
     return (
-        Turn((*before, *opener), style.question_tokens, style.question_temperature, False),
-        Turn(frame.answer, style.answer_tokens, temperature, True),
+        Turn(
+            (*before, *opener), style.question_tokens, style.question_temperature, is_answer=False
+        ),
+        Turn(frame.answer, style.answer_tokens, temperature, is_answer=True),
     )

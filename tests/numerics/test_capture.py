@@ -1,6 +1,6 @@
 """What a capture writes is what the target says alone, and what it thought at every token."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -8,23 +8,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from drafter_workers.training import capture as capture_module
 from drafter_workers.training.capture import Capture, CaptureConfig
-from drafter_workers.training.conversation import Plan
-from drafter_workers.training.corpus import Corpus, CorpusError, Document, Kept
+from drafter_workers.training.conversation import Plan, Turn
+from drafter_workers.training.corpus import Corpus, CorpusError, Document, Kept, Origin
+from drafter_workers.training.corpus_writer import CorpusWriter
 from drafter_workers.training.plans import self_written
-from services.capturing import CaptureJob, capture
-from services.errors import ConfigError
 from target_workers.model.batch import build_batch
 from target_workers.model.decoder import Decoder
 from target_workers.model.kv_cache import KVCache
 from target_workers.model.loading import load_decoder
+from target_workers.model.noise import gumbel
 from target_workers.model.run import Run
-from target_workers.model.sampling import choose
-from tests.tiny import make_tiny_llama
 from tests.tiny_engines import prefill
 from tests.tiny_training import END, FRAME, STYLE, VOCAB, make_target
-from tests.unit.services.tiny_folder import VOCAB_SIZE, byte_level_folder
 
 CONFIG = CaptureConfig(
     VOCAB, frozenset({END}), batch=5, max_length=48, kept=Kept(state_size=64, top=VOCAB)
@@ -37,43 +36,71 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> Decoder:
     return load_decoder(folder, dtype=torch.float32)
 
 
-def plans(count: int) -> Iterator[Plan]:
-    return islice(self_written(FRAME, [], STYLE, 1), count)
+def plans(count: int) -> list[Plan]:
+    return list(islice(self_written(FRAME, [], STYLE, 1), count))
 
 
-def captured(decoder: Decoder, config: CaptureConfig, count: int = 12) -> dict[int, Document]:
+def captured(
+    decoder: Decoder, config: CaptureConfig, asked: Iterable[Plan] | None = None
+) -> dict[int, Document]:
     found: list[Document] = []
-    Capture(decoder, config, torch.float32).run(plans(count), found.append)
+    Capture(decoder, config, torch.float32).run(iter(asked or plans(12)), found.append)
     return {document.number: document for document in found}
 
 
-def alone(decoder: Decoder, plan: Plan) -> list[int]:
+def same(document: Document, other: Document) -> bool:
+    return (
+        np.array_equal(document.tokens, other.tokens)
+        and np.array_equal(document.answers, other.answers)
+        and document.parts.keys() == other.parts.keys()
+        and all(torch.equal(part, other.parts[name]) for name, part in document.parts.items())
+    )
+
+
+def drawn(logits: Tensor, temperature: float, seed: int, position: int) -> int:
+    """The best token, of logits [vocab] with the noise of a seed and a position."""
+    if temperature == 0:
+        return int(logits.argmax())
+    noise = gumbel(torch.tensor(seed), torch.tensor(position), torch.arange(VOCAB))
+    return int((logits.double() / temperature + noise).argmax())
+
+
+def alone(decoder: Decoder, plan: Plan, max_length: int) -> tuple[list[int], list[bool]]:
     """The conversation by whole forwards over all tokens so far, one token each."""
     tokens: list[int] = []
+    answers: list[bool] = []
     for turn in plan.turns:
-        given = list(turn.given)
-        tokens += given[1:] if tokens and tokens[-1] == given[0] else given
-        for _ in range(turn.limit):
-            if len(tokens) >= CONFIG.max_length:
-                return tokens
-            logits = prefill(decoder, tokens)[1][-1:]
-            temperature = torch.tensor([turn.temperature], dtype=torch.float64)
-            at = torch.tensor([len(tokens)])
-            tokens.append(int(choose(logits, temperature, torch.tensor([plan.seed]), at).tokens))
+        given = list(turn.given[1:] if tokens[-1:] == [turn.given[0]] else turn.given)
+        if len(tokens) + len(given) >= max_length:
+            break
+        tokens += given
+        answers += [False] * len(given)
+        for _ in range(min(turn.limit, max_length - len(tokens))):
+            logits = prefill(decoder, tokens)[1][-1]
+            tokens.append(drawn(logits, turn.temperature, plan.seed, len(tokens)))
+            answers.append(turn.is_answer)
             if tokens[-1] == END:
                 break
-    return tokens
+        if len(tokens) == max_length:
+            break
+    return tokens, answers
 
 
-def test_documents_are_what_the_target_says_alone(decoder: Decoder) -> None:
-    documents = captured(decoder, CONFIG)
-    assert sorted(documents) == list(range(12))
-    for plan in plans(12):
-        assert documents[plan.number].tokens.tolist() == alone(decoder, plan)
+@pytest.mark.parametrize("max_length", [48, 40, 12])
+def test_documents_are_what_the_target_says_alone(decoder: Decoder, max_length: int) -> None:
+    documents = captured(decoder, replace(CONFIG, max_length=max_length), plans(20))
+    assert sorted(documents) == list(range(20))
+    for plan in plans(20):
+        tokens, answers = alone(decoder, plan, max_length)
+        assert documents[plan.number].tokens.tolist() == tokens
+        assert documents[plan.number].answers.tolist() == answers
+    temperatures = {turn.temperature for plan in plans(20) for turn in plan.turns}
+    assert temperatures == {0.0, 0.5, 0.9}, "both kinds of choice were compared"
+    assert any(len(plan.turns) == 4 for plan in plans(20))
 
 
 def test_what_is_kept_is_what_one_forward_over_the_document_gives(decoder: Decoder) -> None:
-    for document in captured(decoder, CONFIG, 4).values():
+    for document in captured(decoder, CONFIG, plans(4)).values():
         slots = np.arange(len(document.tokens))
         run = Run(document.tokens, 0, slots, slots[:0])
         cache = KVCache(decoder.config, len(slots), torch.float32)
@@ -89,99 +116,118 @@ def test_what_is_kept_is_what_one_forward_over_the_document_gives(decoder: Decod
         assert not bool(parts["states"][last:].any()), "the last token was never computed"
 
 
-@pytest.mark.parametrize("batch", [1, 12])
+def test_the_best_tokens_alone_are_kept(decoder: Decoder) -> None:
+    few = captured(decoder, replace(CONFIG, kept=Kept(top=3)))
+    for number, document in captured(decoder, CONFIG).items():
+        parts = few[number].parts
+        assert parts.keys() == {"top_ids", "top_logits", "log_sums"}
+        assert torch.equal(parts["top_ids"], document.parts["top_ids"][:, :3])
+        assert torch.equal(parts["top_logits"], document.parts["top_logits"][:, :3])
+        assert torch.equal(parts["log_sums"], document.parts["log_sums"]), "of all tokens"
+    assert all(not each.parts for each in captured(decoder, replace(CONFIG, kept=Kept())).values())
+
+
+def test_ids_without_a_meaning_are_neither_said_nor_kept(decoder: Decoder) -> None:
+    known = VOCAB - 20
+    config = replace(CONFIG, vocab_size=known, kept=Kept(top=3))
+    for document in captured(decoder, config).values():
+        assert document.tokens.max() < known
+        assert int(document.parts["top_ids"].max()) < known
+
+
+@pytest.mark.parametrize("batch", [1, 3, 12])
 def test_company_changes_nothing(decoder: Decoder, batch: int) -> None:
     others = captured(decoder, replace(CONFIG, batch=batch))
     for number, document in captured(decoder, CONFIG).items():
-        other = others[number]
-        assert np.array_equal(document.tokens, other.tokens)
-        assert np.array_equal(document.answers, other.answers)
-        assert torch.equal(document.parts["states"], other.parts["states"])
+        assert same(document, others[number])
+
+
+def test_the_order_of_plans_changes_nothing(decoder: Decoder) -> None:
+    others = captured(decoder, CONFIG, reversed(plans(12)))
+    for number, document in captured(decoder, CONFIG).items():
+        assert same(document, others[number])
+
+
+def test_small_steps_and_small_pieces_change_nothing(
+    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither how many rows a forward has, nor how many rows' logits are in memory."""
+    questions = [
+        Plan(n, n, (Turn(tuple(range(3, 3 + size)), 5, 0.5, is_answer=True),))
+        for n, size in enumerate((30, 1, 11, 20, 2, 9))
+    ]
+    documents = captured(decoder, CONFIG, questions)
+    sizes: list[int] = []
+    hidden = decoder.hidden
+    monkeypatch.setattr(capture_module, "STEP_ROWS", 12)
+    monkeypatch.setattr(capture_module, "HEAD_ROWS", 4)
+    with monkeypatch.context() as patch:
+
+        def counted(batch: object, cache: KVCache) -> Tensor:
+            rows = hidden(batch, cache)  # type: ignore[arg-type]
+            sizes.append(len(rows))
+            return rows
+
+        patch.setattr(decoder, "hidden", counted)
+        others = captured(decoder, CONFIG, questions)
+    assert max(sizes) == 30, "one conversation's, which has more"
+    assert sorted(sizes)[-3] <= 12
+    assert len(others) == len(questions)
+    assert all(same(document, others[number]) for number, document in documents.items())
+
+
+def test_a_conversation_that_cannot_begin_is_named(decoder: Decoder) -> None:
+    plan = Plan(7, 1, (Turn((5,) * 48, 4, 0.0, is_answer=True),))
+    with pytest.raises(CorpusError, match=r"conversation 7 begins with 48 tokens and may have 48"):
+        captured(decoder, CONFIG, [plan])
+    assert captured(decoder, replace(CONFIG, max_length=49), [plan])[7].tokens.shape == (49,)
+
+
+def write(decoder: Decoder, folder: Path, last: int = 99) -> None:
+    """Capture into a folder; stopped when document number `last` is done."""
+    kept = CONFIG.kept
+    writer = CorpusWriter(folder, Origin("t", VOCAB, 1, "self-written", kept), shard_tokens=60)
+
+    def done(document: Document) -> None:
+        writer.add(document)
+        if document.number == last:
+            raise KeyboardInterrupt
+
+    todo = [plan for plan in plans(12) if plan.number not in writer.done]
+    Capture(decoder, CONFIG, torch.float32).run(iter(todo), done)
+    writer.flush()
+
+
+def test_an_interrupted_capture_ends_with_the_same_documents(
+    decoder: Decoder, tmp_path: Path
+) -> None:
+    write(decoder, tmp_path / "whole")
+    for last in (4, 9):
+        with pytest.raises(KeyboardInterrupt):
+            write(decoder, tmp_path / "parts", last)
+    assert 0 < len(Corpus(tmp_path / "parts").documents) < 12
+    write(decoder, tmp_path / "parts")
+    whole, parts = Corpus(tmp_path / "whole"), Corpus(tmp_path / "parts")
+    assert len(parts.documents) == 12
+    for one, other in zip(whole.documents, parts.documents, strict=True):
+        assert np.array_equal(whole.tokens(one), parts.tokens(other))
+        assert np.array_equal(whole.answers(one), parts.answers(other))
+        for name in CONFIG.kept.parts:
+            assert torch.equal(whole.part(name, one), parts.part(name, other))
 
 
 def test_a_target_that_gives_no_numbers_is_named(tmp_path: Path) -> None:
     broken = load_decoder(make_target(tmp_path), dtype=torch.float32)
+    logits, calls = broken.logits, [0]
+
+    def sometimes(hidden: Tensor) -> Tensor:
+        calls[0] += 1
+        found = logits(hidden)
+        return torch.full_like(found, torch.nan) if calls[0] == 20 else found
+
     with pytest.MonkeyPatch.context() as patch:
-        nothing = torch.full((1, VOCAB), torch.nan)
-        patch.setattr(broken, "logits", lambda hidden: nothing.repeat(len(hidden), 1))
-        with pytest.raises(CorpusError, match="not finite"):
-            captured(broken, CONFIG)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = byte_level_folder(tmp_path_factory.mktemp("whole"))
-    return make_tiny_llama(made, 1, vocab=VOCAB_SIZE)
-
-
-@pytest.fixture
-def job(folder: Path, tmp_path: Path) -> CaptureJob:
-    return CaptureJob(str(folder), tmp_path / "out", 2000, dtype="fp32", batch=16, max_length=96)
-
-
-def run_job(job: CaptureJob) -> list[str]:
-    said: list[str] = []
-    capture(job, said.append, lambda stage, done, total: None)
-    return said
-
-
-def documents(folder: Path) -> list[list[int]]:
-    corpus = Corpus(folder)
-    return [corpus.tokens(span).tolist() for span in corpus.documents]
-
-
-def test_a_corpus_is_captured_and_goes_on(job: CaptureJob, tmp_path: Path) -> None:
-    said = run_job(job)
-    assert said[0].startswith("2000 tokens, 0 of them there: ") and "MB" in said[0]
-    first = documents(job.out)
-    assert sum(map(len, first)) >= 2000
-    assert run_job(replace(job, tokens=4000))[0].startswith("4000 tokens, 2")
-    more = documents(job.out)
-    whole = replace(job, tokens=4000, out=tmp_path / "whole")
-    run_job(whole)
-    at_once = documents(whole.out)
-    assert all(document in at_once for document in first)
-    assert len(more) > len(first)
-
-
-def test_given_prompts_are_answered_and_checked(job: CaptureJob, tmp_path: Path) -> None:
-    data, benchmark = tmp_path / "data.jsonl", tmp_path / "benchmark.jsonl"
-    data.write_text('{"turns": ["the cat sat", "on the mat"]}\n{"prompt": "stop here"}\n')
-    benchmark.write_text('{"prompt": "The cat sat!"}\n')
-    run_job(replace(job, data=data))
-    assert len(documents(job.out)) == 2
-    with pytest.raises(ConfigError, match=r"data\.jsonl holds a prompt that is kept out"):
-        run_job(replace(job, data=data, out=tmp_path / "other", kept_out=(benchmark,)))
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "holds no prompt"),
-        ('{"text": "x"}\n', "line 1: has none of .*; it has text"),
-        ('{"prompt": "x"}\n[1]\n', "line 2: is no JSON object"),
-        ("{\n", "line 1: "),
-        ('{"turns": []}\n', "line 1: has none of"),
-        ('{"prompt": " "}\n', "line 1: has an empty turn"),
-    ],
-)
-def test_bad_data_is_named_by_its_line(
-    job: CaptureJob, tmp_path: Path, text: str, said: str
-) -> None:
-    data = tmp_path / "data.jsonl"
-    data.write_text(text)
-    with pytest.raises(ConfigError, match=rf"data\.jsonl.*{said}"):
-        run_job(replace(job, data=data))
-
-
-def test_what_cannot_work_is_refused_before_it_starts(job: CaptureJob) -> None:
-    with pytest.raises(ConfigError, match="--keep must be"):
-        run_job(replace(job, keep="everything"))
-    with pytest.raises(ConfigError, match=r"has room for .* ask for fewer tokens"):
-        run_job(replace(job, tokens=1 << 50))
-    bare = make_tiny_llama(job.out / "bare", 1, vocab=VOCAB_SIZE)
-    for name in ("tokenizer.json", "generation_config.json"):
-        (bare / name).write_bytes((Path(job.target) / name).read_bytes())
-    (bare / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
-    with pytest.raises(ConfigError, match="no chat template"):
-        run_job(replace(job, target=str(bare)))
+        patch.setattr(broken, "logits", sometimes)
+        config = replace(CONFIG, kept=Kept(), batch=1)
+        with pytest.raises(CorpusError, match=r"not finite in conversation \d+; fetch"):
+            captured(broken, config)
+    assert calls == [20], "it stops at once"

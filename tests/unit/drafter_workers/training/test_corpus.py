@@ -2,6 +2,8 @@
 
 import errno
 import json
+import resource
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from drafter_workers.training import corpus as module
+from drafter_workers.training import corpus_writer
 from drafter_workers.training.corpus import (
     Corpus,
     CorpusError,
-    CorpusWriter,
     Document,
     Kept,
     Origin,
     shard_paths,
 )
+from drafter_workers.training.corpus_writer import CorpusWriter
 from drafter_workers.training.vocabulary import most_used
 
 ORIGIN = Origin("target", 100, 0, "self-written", Kept(state_size=4, top=2))
@@ -71,10 +73,80 @@ def test_an_interrupted_corpus_goes_on(tmp_path: Path) -> None:
     same(Corpus(tmp_path), [document(0, 12), document(1, 5)])
 
 
-def test_another_corpus_is_not_mixed_in(tmp_path: Path) -> None:
+def test_what_is_left_out_is_remembered_with_what_was_taken(tmp_path: Path) -> None:
+    writer = CorpusWriter(tmp_path, ORIGIN, shard_tokens=10)
+    writer.leave_out(0)
+    writer.add(document(1, 12))
+    writer.leave_out(2)  # the shard it would be in is never written
+    assert writer.done == {0, 1, 2}
+    again = CorpusWriter(tmp_path, ORIGIN)
+    assert again.done == {0, 1}
+    again.flush()
+    again.add(document(3, 5))
+    again.flush()
+    assert CorpusWriter(tmp_path, ORIGIN).done == {0, 1, 3}
+    same(Corpus(tmp_path), [document(1, 12), document(3, 5)])
+
+
+def test_a_shard_of_before_there_was_anything_left_out_is_read(tmp_path: Path) -> None:
+    writer = CorpusWriter(tmp_path, ORIGIN)
+    writer.add(document(4, 6))
+    writer.flush()
+    (shard,) = Corpus(tmp_path).shards
+    assert "left_out" not in shard.names
+    assert shard.left_out.tolist() == []
+
+
+def test_a_shard_that_was_deleted_is_written_anew(tmp_path: Path) -> None:
+    writer = CorpusWriter(tmp_path, ORIGIN, shard_tokens=1)
+    for number in range(3):
+        writer.add(document(number, 6))
+    shard_paths(tmp_path)[1].unlink()
+    again = CorpusWriter(tmp_path, ORIGIN)
+    assert again.done == {0, 2}
+    again.add(document(1, 6))
+    again.flush()
+    same(Corpus(tmp_path), [document(number, 6) for number in range(3)])
+
+
+def test_shards_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    writer = CorpusWriter(tmp_path, ORIGIN, shard_tokens=1)
+    writer.add(document(0, 6))
+    shard_paths(tmp_path)[0].rename(tmp_path / "shard-99999.safetensors")
+    for number in (1, 2):
+        writer = CorpusWriter(tmp_path, ORIGIN, shard_tokens=1)
+        writer.add(document(number, 6))
+    assert [path.stem for path in shard_paths(tmp_path)] == [
+        "shard-99999", "shard-100000", "shard-100001"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        (Origin("other", 100, 0, "self-written", ORIGIN.kept), "target_hash 'target', not 'other'"),
+        (Origin("target", 100, 1, "self-written", ORIGIN.kept), "seed 0, not 1"),
+        (Origin("target", 100, 0, "x.jsonl", ORIGIN.kept), "source 'self-written', not 'x.jsonl'"),
+        (Origin("target", 100, 0, "self-written"), "kept {'state_size': 4, 'top': 2}, not"),
+    ],
+)
+def test_another_corpus_is_not_mixed_in(tmp_path: Path, other: Origin, said: str) -> None:
+    writer = CorpusWriter(tmp_path, ORIGIN)
+    writer.add(document(0, 6))
+    writer.flush()
+    with pytest.raises(CorpusError, match="another folder") as raised:
+        CorpusWriter(tmp_path, other)
+    assert f"holds another corpus ({said}" in str(raised.value)
+    same(Corpus(tmp_path), [document(0, 6)])
+
+
+def test_a_corpus_that_never_began_can_become_another(tmp_path: Path) -> None:
     CorpusWriter(tmp_path, ORIGIN)
-    with pytest.raises(CorpusError, match=r"another corpus \(seed, kept\)"):
-        CorpusWriter(tmp_path, Origin("target", 100, 1, "self-written", Kept()))
+    other = Origin("target", 100, 1, "self-written", ORIGIN.kept)
+    writer = CorpusWriter(tmp_path, other)
+    writer.add(document(0, 6))
+    writer.flush()
+    assert Corpus(tmp_path).origin == other
 
 
 def test_a_full_disk_loses_nothing_that_was_written(
@@ -88,16 +160,57 @@ def test_a_full_disk_loses_nothing_that_was_written(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, "save_file", full)
+        patch.setattr(corpus_writer, "save_file", full)
         with pytest.raises(CorpusError, match=r"No space left.*run the same command again"):
             writer.add(document(1, 6))
     same(Corpus(tmp_path), [document(0, 6)])
+    assert not list(tmp_path.glob("*.part"))
     assert CorpusWriter(tmp_path, ORIGIN).done == {0}
+    writer.flush()  # what was open is not lost either, where the process lives on
+    same(Corpus(tmp_path), [document(0, 6), document(1, 6)])
+
+
+def test_a_file_that_may_not_grow_loses_nothing_that_was_written(tmp_path: Path) -> None:
+    """The same by the operating system's own refusal."""
+    writer = CorpusWriter(tmp_path, ORIGIN, shard_tokens=1)
+    writer.add(document(0, 6))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+        with pytest.raises(CorpusError, match=r"cannot write .*shard-00001.*make room"):
+            writer.add(document(1, 600))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    same(Corpus(tmp_path), [document(0, 6)])
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CorpusError, match=r"cannot write .*corpus\.json.*make room there"):
+        CorpusWriter(tmp_path / "file" / "corpus", ORIGIN)
 
 
 def cut(folder: Path) -> None:
     (path,) = shard_paths(folder)
     path.write_bytes(path.read_bytes()[:-3])
+
+
+def empty(folder: Path) -> None:
+    (path,) = shard_paths(folder)
+    path.write_bytes(b"")
+
+
+def no_parts(folder: Path) -> None:
+    raw = json.loads((folder / "corpus.json").read_text())
+    (path,) = shard_paths(folder)
+    path.unlink()
+    (folder / "corpus.json").unlink()
+    writer = CorpusWriter(folder, Origin(**(raw | {"kept": Kept()})))
+    writer.add(Document(0, np.arange(3), np.ones(3, bool)))
+    writer.flush()
+    (folder / "corpus.json").write_text(json.dumps(raw))
 
 
 def garble(folder: Path) -> None:
@@ -115,15 +228,29 @@ def strip(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("spoil", "said"),
-    [(cut, "is no whole shard"), (garble, "cannot be read"), (drop, "holds no corpus"),
-     (strip, "cannot be read")],
-)  # fmt: skip
+    [
+        (cut, "is no whole shard .* delete it and run the same capture again"),
+        (empty, "is no whole shard .* delete it"),
+        (no_parts, "lacks log_sums, states, top_ids, top_logits, .* delete it"),
+        (garble, "cannot be read .* put it back, or capture into another folder"),
+        (drop, r"has shards and no corpus\.json .* put it back, or capture into another folder"),
+        (strip, "cannot be read .* put it back"),
+    ],
+)
 def test_a_spoilt_corpus_is_named(tmp_path: Path, spoil: Callable[[Path], None], said: str) -> None:
     writer = CorpusWriter(tmp_path, ORIGIN, shard_tokens=1)
     writer.add(document(0, 6))
     spoil(tmp_path)
     with pytest.raises(CorpusError, match=said):
         Corpus(tmp_path)
+    if spoil is not no_parts:
+        with pytest.raises(CorpusError, match=said):
+            CorpusWriter(tmp_path, ORIGIN)
+
+
+def test_a_folder_without_a_corpus_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(CorpusError, match="holds no corpus; run paceline capture"):
+        Corpus(tmp_path / "nowhere")
 
 
 def test_an_empty_corpus_says_what_to_do(tmp_path: Path) -> None:
