@@ -23,11 +23,13 @@ def card(folder: Path, job: Mapping[str, object], tokens: int, records: Sequence
     draw(records, folder / CURVES)
     losses = [record for record in records if "loss" in record.values]
     looks = [record for record in records if "agreement" in record.values]
-    measured = "\n".join(f"| {name} | {value:.3f} |" for name, value in looks[-1].values.items())
+    loss = losses[-1].values["loss"] if losses else math.nan
+    quality = looks[-1].values if looks else {}
+    measured = "\n".join(f"| {name} | {value:.3f} |" for name, value in quality.items())
     (folder / CARD).write_text(
         f"# A student of {job['target']}\n\n"
-        f"Trained for {losses[-1].step} steps on a corpus of {tokens} tokens that the target wrote "
-        f"itself; the last mean loss is {losses[-1].values['loss']:.4f}.\n\n"
+        f"Trained for {records[-1].step if records else 0} steps on {tokens} tokens of "
+        f"conversations in which the target answers; the last mean loss is {loss:.4f}.\n\n"
         f"On held-out documents, teacher-forced:\n\n| | |\n|---|---|\n{measured}\n\n"
         f"![curves]({CURVES})\n\n"
         f"Options of the run:\n\n```json\n{json.dumps(job, indent=1, default=str)}\n```\n"

@@ -1,6 +1,9 @@
 """A tiny target, a corpus it wrote, and a student to train: everything real but the size."""
 
+import os
+import signal
 import sys
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -9,10 +12,11 @@ import torch
 from drafter_workers.methods.student import DistillConfig, StudentTask
 from drafter_workers.planting import plant
 from drafter_workers.student import Borrowed
-from drafter_workers.training.batches import BatchConfig, Batches
+from drafter_workers.training.batches import Batch, BatchConfig, Batches
 from drafter_workers.training.capture import Capture, CaptureConfig
-from drafter_workers.training.corpus import Corpus, CorpusWriter, Kept, Origin
-from drafter_workers.training.loop import Host, LoopConfig, Record, train
+from drafter_workers.training.corpus import Corpus, Kept, Origin
+from drafter_workers.training.corpus_writer import CorpusWriter
+from drafter_workers.training.loop import Host, LoopConfig, Record, Source, train
 from drafter_workers.training.plans import Frame, Style, self_written
 from drafter_workers.training.teachers import kept_teacher
 from target_workers.model.config import ModelConfig
@@ -57,17 +61,35 @@ def make_task(
     return StudentTask(student, ids, teacher, config or DistillConfig())
 
 
-def run(target: Path, corpus: Corpus, folder: Path, steps: int) -> tuple[StudentTask, list[Record]]:
+class Killed:
+    """Batches that end their process, as a kill does, where one is asked for."""
+
+    def __init__(self, source: Source, step: int) -> None:
+        self._source, self._step = source, step
+
+    def steps(self, start: int, stride: int = 1) -> Iterator[Batch]:
+        for step, batch in enumerate(self._source.steps(start, stride), start):
+            if step == self._step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+
+    def held_out(self, tokens: int) -> Iterator[Batch]:
+        return self._source.held_out(tokens)
+
+
+def run(
+    target: Path, corpus: Corpus, folder: Path, steps: int, killed_at: int = -1
+) -> tuple[StudentTask, list[Record]]:
     """Train in a folder, or go on there."""
     task = make_task(target, corpus, folder / "planted")
     batches = Batches([corpus], BatchConfig(length=64, tokens=512, held_out=0.1))
     records: list[Record] = []
     loop = LoopConfig(steps, rate=5e-3, warm_up=5, log_every=5, look_every=20, keep_every=5)
-    train(task, batches, loop, Host(folder, records.append))
+    train(task, Killed(batches, killed_at), loop, Host(folder, records.append))
     return task, records
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     target_folder, corpus_folder, out = map(Path, sys.argv[1:4])
-    run(target_folder, Corpus(corpus_folder), out, int(sys.argv[4]))
+    run(target_folder, Corpus(corpus_folder), out, int(sys.argv[4]), int(sys.argv[5]))

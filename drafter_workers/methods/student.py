@@ -4,6 +4,7 @@ Serving it is `small_model`'s work; here is what it is made of and its loss (Hin
 soft labels at a temperature t, with the factor t^2 that keeps gradients of one size).
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -34,10 +35,11 @@ class DistillConfig:
     kind: str = "kl"
 
     def __post_init__(self) -> None:
-        if self.temperature <= 0 or not 0 <= self.hard <= 1 or self.features < 0:
+        known = 0 < self.temperature < math.inf and 0 <= self.features < math.inf
+        if not known or not 0 <= self.hard <= 1:
             raise ValueError(
                 "distillation needs a temperature above 0, a share of hard labels from 0 to 1 and "
-                "a weight of features that is not negative"
+                f"a weight of features that is not negative, is {self}"
             )
         if self.kind not in ("kl", "mse"):
             raise ValueError(f"the loss must be kl or mse, is {self.kind!r}")
@@ -46,25 +48,30 @@ class DistillConfig:
 def soft_loss(student: Tensor, teacher: Tensor, config: DistillConfig) -> Tensor:
     """The mean over rows of [n, ids] logits: t^2 KL(teacher_t || student_t), or squares.
 
-    Zero for equal logits; for "kl", also where they differ by a constant per row.
+    Zero for equal logits; for "kl", also where they differ by a constant per row; zero for no rows.
     """
     student, teacher = student.float(), teacher.float()
+    rows = max(1, len(student))
     if config.kind == "mse":
-        return F.mse_loss(student, teacher)
+        return F.mse_loss(student, teacher, reduction="sum") / (rows * student.shape[-1])
     t = config.temperature
     divergence = F.kl_div(
         (student / t).log_softmax(-1),
         (teacher / t).log_softmax(-1),
-        reduction="batchmean",
+        reduction="sum",
         log_target=True,
     )
-    return t * t * divergence
+    return t * t * divergence / rows
 
 
 def feature_loss(student: Tensor, teacher: Tensor) -> Tensor:
-    """Squared distance of hidden states [n, hidden], relative to the teacher's size."""
+    """Squared distance of hidden states [n, hidden], relative to the teacher's size.
+
+    Zero for no rows.
+    """
     student, teacher = student.float(), teacher.float()
-    return F.mse_loss(student, teacher) / teacher.square().mean()
+    size = teacher.square().sum().clamp(min=torch.finfo(torch.float32).tiny)
+    return F.mse_loss(student, teacher, reduction="sum") / size
 
 
 class StudentTask:
@@ -94,10 +101,15 @@ class StudentTask:
     def quality(self, batches: Iterable[Batch]) -> dict[str, float]:
         """Over answers: how often its best guess is the target's best token (`agreement`) and the
         one the target wrote (`acceptance`); tokens per round of chains (`accepted_length`); the
-        chance of the first guesses of a chain, each given those before it (`stands_1`, ...)."""
+        chance of the first guesses of a chain, each given those before it (`stands_1`, ...).
+
+        Raises TrainingError if there is no answer.
+        """
         rows = [row for batch in batches for row in self._guessed(batch)]
         written = [hits for _, hits in rows]
         every = sum(map(len, written))
+        if not every:
+            raise TrainingError("no held-out document has an answer; capture more documents")
         return {
             "agreement": sum(int(best.sum()) for best, _ in rows) / every,
             "acceptance": sum(int(hits.sum()) for hits in written) / every,
@@ -126,12 +138,14 @@ def combined(
     parts = {"soft": soft_loss(logits, taught.logits, config)}
     loss = (1 - config.hard) * parts["soft"]
     if config.hard:
-        parts["hard"] = F.cross_entropy(logits.float(), labels)
+        summed = F.cross_entropy(logits.float(), labels, reduction="sum")
+        parts["hard"] = summed / max(1, len(labels))
         loss = loss + config.hard * parts["hard"]
     if config.features:
         if taught.states is None:
             raise TrainingError(
-                "features cannot be matched: the corpus kept no states; capture with --keep states"
+                "features cannot be matched without the target's states: capture with --keep "
+                "states, and leave out further teachers"
             )
         parts["features"] = feature_loss(hidden, taught.states)
         loss = loss + config.features * parts["features"]

@@ -29,8 +29,12 @@ def accepted_length(hits: BoolArray, depth: int) -> float:
 def by_depth(texts: Iterable[BoolArray], depth: int) -> list[float]:
     """The chance that guess d stands given those before it stand, d = 1 .. depth, over texts.
 
-    nan where no guess was ever tried.
+    A guess beyond the end of its text is not counted; nan where no guess was ever tried.
     """
-    runs = np.concatenate([run_lengths(hits, depth) for hits in texts])
-    reached = [int((runs >= d).sum()) for d in range(depth + 1)]
-    return [reached[d + 1] / reached[d] if reached[d] else float("nan") for d in range(depth)]
+    tried, stood = np.zeros(depth, np.int64), np.zeros(depth, np.int64)
+    for hits in texts:
+        runs = run_lengths(hits, depth)
+        for d in range(min(depth, len(hits))):
+            tried[d] += (runs[: len(hits) - d] >= d).sum()
+            stood[d] += (runs > d).sum()
+    return [int(s) / int(t) if t else float("nan") for s, t in zip(stood, tried, strict=True)]

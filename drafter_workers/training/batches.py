@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
 import numpy as np
 import torch
@@ -16,7 +17,10 @@ SHORTEST = 16  # tokens; shorter rests of documents are left out
 
 @dataclass(frozen=True, slots=True)
 class Crop:
-    """A piece of one document of one corpus."""
+    """A piece of one document of one corpus.
+
+    What was kept of the target for a later piece was said in view of the earlier ones.
+    """
 
     corpus: int
     span: Span
@@ -50,6 +54,8 @@ class BatchConfig:
                 f"a batch of {self.tokens} tokens must hold a crop, of {SHORTEST} tokens at "
                 f"least, is {self.length}"
             )
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"the share held out must be between 0 and 1, is {self.held_out}")
 
 
 class Batches:
@@ -61,34 +67,37 @@ class Batches:
         self._parts = _common_parts(corpora)
         whole = [Crop(i, span) for i, corpus in enumerate(corpora) for span in corpus.documents]
         apart = np.random.default_rng([config.seed, len(whole)]).permutation(len(whole))
-        count = max(1, round(config.held_out * len(whole)))
-        self._held_out = [whole[i] for i in sorted(apart[:count])]
-        self._crops = list(self._cut([whole[i] for i in sorted(apart[count:])]))
-        if not self._crops:
-            raise CorpusError("the corpus has no document to train on; capture more tokens")
-        self._epoch, self._order = -1, list[list[Crop]]()
+        first = max(1, round(config.held_out * len(whole)))
+        self._held_out = list(self._cut([whole[i] for i in sorted(apart[:first])]))
+        self._crops = list(self._cut([whole[i] for i in sorted(apart[first:])]))
+        if not self._crops or not self._held_out:
+            raise CorpusError(
+                "the corpus has too few documents to train on some and hold out others; capture "
+                "more tokens"
+            )
 
     @cached_property
     def tokens(self) -> int:
         """Tokens of one epoch, without fill."""
         return sum(len(crop.span) for crop in self._crops)
 
-    def steps(self, start: int) -> Iterator[Batch]:
-        """The batches from step `start` on, without end."""
-        epoch, begin = 0, 0
-        while True:
-            order = self._batches_of(epoch)
-            for crops in order[max(0, start - begin) :]:
-                yield self._read(crops)
-            epoch, begin = epoch + 1, begin + len(order)
+    def steps(self, start: int, stride: int = 1) -> Iterator[Batch]:
+        """Every `stride`th batch from step `start` on, without end; no other one is read."""
+        epoch, begin, order = 0, 0, self._batches_of(0)
+        for step in count(start, stride):
+            while step >= begin + len(order):
+                epoch, begin = epoch + 1, begin + len(order)
+                order = self._batches_of(epoch)
+            yield self._read(order[step - begin])
 
     def held_out(self, tokens: int) -> Iterator[Batch]:
-        """Whole held-out documents, up to so many tokens."""
+        """Held-out documents, the same first ones each time, until there are so many tokens."""
         taken, total = list[Crop](), 0
-        for crop in self._cut(self._held_out):
-            if total < tokens:
-                taken.append(crop)
-                total += len(crop.span)
+        for crop in self._held_out:
+            if total >= tokens:
+                break
+            taken.append(crop)
+            total += len(crop.span)
         for crops in self._grouped(sorted(taken, key=lambda crop: len(crop.span))):
             yield self._read(crops)
 
@@ -141,10 +150,13 @@ class Batches:
 
 
 def _common_parts(corpora: Sequence[Corpus]) -> tuple[str, ...]:
-    """What is kept in all of them; they must be of one target. Raises CorpusError."""
+    """What is kept in all of them: of one target, and none twice. Raises CorpusError."""
     origins = [corpus.origin for corpus in corpora]
     if len({(origin.target_hash, origin.kept) for origin in origins}) != 1:
         raise CorpusError("the corpora are of different targets or keep different things")
-    kept = origins[0].kept
-    tops = ("top_ids", "top_logits", "log_sums") if kept.top else ()
-    return (*(("states",) if kept.state_size else ()), *tops)
+    if len(set(origins)) < len(origins):
+        raise CorpusError(
+            "two of the corpora are the same documents: what is held out of one is in the other; "
+            "leave one out, or capture it with another --seed"
+        )
+    return origins[0].kept.parts

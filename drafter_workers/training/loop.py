@@ -43,7 +43,9 @@ class Task(Protocol):
 class Source(Protocol):
     """Where batches come from, by step, and those held out."""
 
-    def steps(self, start: int) -> Iterator[Batch]: ...
+    def steps(self, start: int, stride: int = 1) -> Iterator[Batch]:
+        """Every `stride`th batch from `start` on, without end: the same ones whoever asks."""
+        ...
 
     def held_out(self, tokens: int) -> Iterator[Batch]: ...
 
@@ -77,6 +79,11 @@ class LoopConfig:
     def __post_init__(self) -> None:
         if min(self.steps, self.log_every, self.look_every, self.keep_every) < 1:
             raise ValueError("steps and the intervals of log, look and keep must be at least 1")
+        if self.warm_up < 0 or self.held_out_tokens < 1 or not 0 <= self.last_rate <= 1:
+            raise ValueError(
+                "the warm-up must not be negative, the last rate a share of the highest, and some "
+                "tokens must be held out"
+            )
         if not 0 < self.rate < math.inf:
             raise ValueError(f"the learning rate must be positive and finite, is {self.rate}")
 
@@ -90,7 +97,7 @@ class LoopConfig:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line of a run's log: mean losses since the last, or the quality at a step."""
+    """One line of a run's log: mean losses and size of gradients since the last, or the quality."""
 
     step: int
     values: Mapping[str, float]
@@ -131,10 +138,8 @@ def train(task: Task, source: Source, config: LoopConfig, host: Host) -> None:
     is_first = workers.rank == 0
     if run.step == 0 and is_first:
         run.look(source)
-    batches = source.steps(run.step * workers.size + workers.rank)
-    for batch in islice(batches, 0, None, workers.size):
-        if run.step >= config.steps:
-            return
+    batches = source.steps(run.step * workers.size + workers.rank, workers.size)
+    for batch in islice(batches, max(0, config.steps - run.step)):
         run.take(batch)
         is_last = run.step == config.steps
         if run.step % config.log_every == 0 or is_last:
@@ -175,12 +180,13 @@ class _Run:
         losses["loss"].backward()
         gradients = [each.grad for each in self._trained if each.grad is not None]
         self._workers.average(gradients)
-        nn.utils.clip_grad_norm_(self._trained, MAX_NORM)
+        norm = nn.utils.clip_grad_norm_(self._trained, MAX_NORM)
         self.optimiser.step()
         self.step += 1
         self._taken += 1
         self._since += 1
-        for name, value in losses.items():
+        # A gradient can spoil weights that a finite loss was of, in every process at once.
+        for name, value in {**losses, "gradient": norm}.items():
             held = self._sums.get(name)
             self._sums[name] = value.detach() if held is None else held + value.detach()
 
@@ -199,12 +205,12 @@ class _Run:
         self._tell(found)
 
     def check(self) -> None:
-        """Raise TrainingError if the losses since the last log are not all finite."""
+        """Raise TrainingError if losses or gradients since the last log are not all finite."""
         for name, total in self._sums.items():
             if not bool(total.isfinite()):
                 raise TrainingError(
-                    f"{name} is not finite at step {self.step}; the last checkpoint is whole: go "
-                    "on from it with a lower learning rate, or leave out the data it met"
+                    f"{name} is not finite at step {self.step}; the last checkpoint is whole: run "
+                    "the same command with a lower --rate to go on from it"
                 )
 
     def _mixed(self) -> AbstractContextManager[None]:

@@ -3,6 +3,7 @@ wrong, not only where the target has been (Agarwal et al. 2024)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
@@ -29,6 +30,10 @@ class OnPolicyConfig:
     temperature: float = 1.0
     seed: int = 0
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.share <= 1:
+            raise ValueError(f"the share of own batches must be from 0 to 1, is {self.share}")
+
 
 class OnPolicy:
     """A Source that answers some of another's batches anew, by the student as it is then."""
@@ -40,9 +45,11 @@ class OnPolicy:
         self._writer = _WholeVocabulary(student, torch.tensor(ids))
         self._config = config
 
-    def steps(self, start: int) -> Iterator[Batch]:
+    def steps(self, start: int, stride: int = 1) -> Iterator[Batch]:
         """The source's batches; whether one is answered anew depends on its step alone."""
-        for step, batch in enumerate(self._source.steps(start), start):
+        for step, batch in zip(
+            count(start, stride), self._source.steps(start, stride), strict=False
+        ):
             chance = np.random.default_rng([self._config.seed, 2, step])
             anew = chance.random() < self._config.share
             yield self._answer(batch, int(chance.integers(1 << 62))) if anew else batch

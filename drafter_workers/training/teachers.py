@@ -1,5 +1,6 @@
 """What a target says at every row of a batch: from what a corpus kept of it, or asked anew."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from drafter_workers.training.corpus import Origin
 from target_workers.model.decoder import TorchDecoder
 from target_workers.model.loading import load_reference, read_head
 
-LEAST = -1e4  # the logit of what has no chance; infinities make NaN of zero times them
+LEAST = 1e-6  # of the whole chance, for all that was not kept: half-precision logits say no less
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,9 +78,10 @@ class KeptTop:
 
     def teach(self, batch: Batch, picked: Tensor) -> Taught:
         parts = {name: part.flatten(0, 1)[picked] for name, part in batch.parts.items()}
-        top = parts["top_logits"].float()
-        left = parts["log_sums"].exp() - top.exp().sum(-1)
-        each = (left.clamp(min=0) / (self._vocab - top.shape[-1])).log().clamp(min=LEAST)
+        top, sums = parts["top_logits"].float(), parts["log_sums"].float()
+        left = 1 - (top - sums[:, None]).exp().sum(-1)
+        others = max(1, self._vocab - top.shape[-1])
+        each = sums + (left.clamp(min=LEAST) / others).log()
         logits = each[:, None].repeat(1, self._vocab)
         logits.scatter_(1, parts["top_ids"].long(), top)
         return Taught(logits[:, self._ids])
@@ -112,7 +114,7 @@ class Asked:
 class KeptOrAsked:
     """What a corpus kept, where a batch is of the corpus; else the target is asked."""
 
-    def __init__(self, kept: Teacher | None, asked: Asked) -> None:
+    def __init__(self, kept: Teacher | None, asked: Teacher) -> None:
         self._kept, self._asked = kept, asked
 
     def teach(self, batch: Batch, picked: Tensor) -> Taught:
@@ -134,7 +136,7 @@ class Ensemble:
     def teach(self, batch: Batch, picked: Tensor) -> Taught:
         each = [teacher.teach(batch, picked).logits for teacher in self._teachers]
         likely = torch.stack([logits.float().log_softmax(-1) for logits in each])
-        return Taught(likely.logsumexp(0))
+        return Taught(likely.logsumexp(0) - math.log(len(each)))
 
     def best(self, batch: Batch, picked: Tensor) -> Tensor:
         """Those of the first, which is the target that is served."""

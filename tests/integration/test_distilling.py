@@ -1,27 +1,37 @@
 """From a target's folder to a student that is served, by the commands alone."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
+from filelock import FileLock
+from torch import Tensor
 
-from drafter_workers.methods.student import DistillConfig
-from drafter_workers.training.batches import BatchConfig
+from drafter_workers.methods.student import DistillConfig, StudentTask
+from drafter_workers.training.batches import Batch, BatchConfig, Batches
 from drafter_workers.training.corpus import Corpus, CorpusError
 from drafter_workers.training.errors import TrainingError
 from drafter_workers.training.loop import LoopConfig, Record
 from drafter_workers.training.overlap import words
+from services import distilling
 from services.capturing import CaptureJob, capture
 from services.config import Config, DrafterConfig, LimitsConfig, ModelConfig, ServerConfig
 from services.distilling import DistillJob, distill, spread
 from services.errors import ConfigError
 from services.launch import prepare
 from services.tokenizer import load_tokenizer
+from target_workers.model.config import ModelError
 from tests.tiny import make_tiny_llama
-from tests.unit.services.tiny_folder import VOCAB_SIZE, byte_level_folder
+from tests.unit.services.tiny_folder import (
+    VOCAB_SIZE,
+    byte_level_folder,
+    sentencepiece_folder,
+)
 
 BATCHES = BatchConfig(length=96, tokens=384)
 LOOP = LoopConfig(6, log_every=2, look_every=3, keep_every=2)
@@ -87,12 +97,64 @@ def test_a_student_is_made_and_can_be_served(job: DistillJob, target: Path) -> N
     assert run(replace(job, int8=True)) == [], "it is done"
 
 
-def test_a_folder_keeps_to_its_job(job: DistillJob) -> None:
+def test_a_folder_keeps_to_its_job(job: DistillJob, corpus: Path, tmp_path: Path) -> None:
+    copied = Path(shutil.copytree(corpus, tmp_path / "copied"))
+    job = replace(job, data=(copied,))
     run(job)
-    with pytest.raises(ConfigError, match="another draft_vocab"):
+    with pytest.raises(TrainingError, match="another draft_vocab"):
         run(replace(job, draft_vocab=65))
-    with pytest.raises(ConfigError, match="another loop"):
-        run(replace(job, loop=replace(LOOP, rate=1.0)))
+    with pytest.raises(TrainingError, match=r"another loop\.steps"):
+        run(replace(job, loop=replace(LOOP, steps=7)))
+    shutil.copy(copied / "shard-00000.safetensors", copied / "shard-00001.safetensors")
+    with pytest.raises(TrainingError, match="another corpus_tokens"):
+        run(job)
+
+
+def test_a_student_that_is_made_is_left_alone(job: DistillJob) -> None:
+    run(job)
+    before = {path: path.stat().st_mtime_ns for path in job.out.glob("[c-z]*") if path.is_file()}
+    (job.out / "README.md").write_text("my own words")
+    assert run(job) == []
+    assert (job.out / "README.md").read_text() == "my own words"
+    for name in ("config.json", "model.safetensors", "checkpoint.pt", "curves.png"):
+        assert (job.out / name).stat().st_mtime_ns == before[job.out / name], name
+
+
+def test_a_mistaken_option_does_not_claim_the_folder(job: DistillJob) -> None:
+    for layers in ((0, 3), (0, 0), (-1,)):
+        with pytest.raises(ModelError, match="cannot start from layers"):
+            run(replace(job, layers=layers))
+    run(job)
+
+
+def test_an_interrupted_run_goes_on_and_tells_each_step_once(job: DistillJob) -> None:
+    class Interrupted(Exception): ...
+
+    def until(record: Record) -> None:
+        if record.step == 3:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        distill(job, lambda line: None, until)
+    log = job.out / "log.jsonl"
+    with log.open("a") as file:
+        file.write('{"step": 4, "val')  # a kill in the middle of a line
+    run(replace(job, loop=replace(LOOP, rate=1e-4)))  # what a loss that is no number asks for
+    steps = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [each["step"] for each in steps if "loss" in each["values"]] == [2, 4, 6]
+    assert [each["step"] for each in steps if "agreement" in each["values"]] == [0, 3, 6]
+    rates = [each["values"]["rate"] for each in steps if "rate" in each["values"]]
+    assert rates[1] < rates[0]
+
+
+def test_a_folder_of_others_is_left_alone(job: DistillJob, target: Path) -> None:
+    before = (target / "config.json").read_text()
+    with pytest.raises(TrainingError, match="a model that no run here made"):
+        run(replace(job, out=target))
+    assert (target / "config.json").read_text() == before
+    job.out.mkdir()
+    with FileLock(job.out / ".lock"), pytest.raises(TrainingError, match="another run trains in"):
+        run(job)
 
 
 def test_more_teachers_features_and_own_answers(job: DistillJob, target: Path) -> None:
@@ -110,10 +172,25 @@ def test_what_cannot_be_learnt_from_is_refused(job: DistillJob, tmp_path: Path) 
         run(replace(job, out=tmp_path / "a", data=(tmp_path,)))
     with pytest.raises(ConfigError, match="--online learns from the target alone"):
         run(replace(job, out=tmp_path / "b", online=True, on_policy=0.5))
+    with pytest.raises(ConfigError, match="--length 2048 or less"):
+        run(replace(job, batches=BatchConfig(4096, 4096), out=tmp_path / "long"))
+    with pytest.raises(ValueError, match="share of own batches"):
+        run(replace(job, on_policy=1.5, out=tmp_path / "share"))
+    with pytest.raises(CorpusError, match="the same documents"):
+        run(replace(job, data=job.data * 2, out=tmp_path / "twice"))
     kept_out = tmp_path / "kept-out.jsonl"
     kept_out.write_text(json.dumps({"prompt": _some_words(job)}) + "\n")
     with pytest.raises(CorpusError, match="kept out of training"):
         run(replace(job, out=tmp_path / "c", kept_out=(kept_out,)))
+
+
+def test_a_teacher_of_other_tokens_is_refused(job: DistillJob, tmp_path: Path) -> None:
+    other = make_tiny_llama(sentencepiece_folder(tmp_path / "other"), 3, vocab=VOCAB_SIZE)
+    with pytest.raises(ConfigError, match="has another tokenizer than the target: id 0"):
+        run(replace(job, teachers=(str(other),)))
+    small = make_tiny_llama(byte_level_folder(_made(tmp_path / "small")), 3, vocab=380)
+    with pytest.raises(ConfigError, match="has no logit for token 384"):
+        run(replace(job, teachers=(str(small),), draft_vocab=0))
 
 
 def test_features_of_averaged_teachers_are_refused(job: DistillJob) -> None:
@@ -130,20 +207,64 @@ def test_a_student_starts_from_both_ends(
     assert spread(layers, count) == expected
 
 
+class Pairs(Batches):
+    """Two batches of a step, the second beside the first."""
+
+    def steps(self, start: int, stride: int = 1) -> Iterator[Batch]:
+        mine, others = super().steps(2 * start, 2), super().steps(2 * start + 1, 2)
+        for batch, other in zip(mine, others, strict=False):
+            yield replace(batch, parts={**batch.parts, "other": other})  # type: ignore[dict-item]
+
+
+def weights(folder: Path) -> Tensor:
+    """All that was trained, in one row."""
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert state["step"] == LOOP.steps
+    return torch.cat([tensor.flatten() for tensor in state["trained"].values()])
+
+
+class PairTask(StudentTask):
+    """Learns from both."""
+
+    def losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
+        parts = dict(batch.parts)
+        other = cast(Batch, parts.pop("other"))
+        both = (
+            super(PairTask, self).losses(each, step)
+            for each in (replace(batch, parts=parts), other)
+        )
+        return {"loss": torch.stack([each["loss"] for each in both]).mean()}
+
+
 @pytest.mark.long
 @pytest.mark.ray
-def test_two_workers_train_one_student(job: DistillJob, tmp_path: Path) -> None:
-    """Two workers with a batch each take the step of one with both batches' mean gradient."""
-    run(replace(job, workers=2, out=tmp_path / "two"))
-    together = torch.load(tmp_path / "two" / "checkpoint.pt", weights_only=True)
-    assert together["step"] == LOOP.steps
-    assert (tmp_path / "two" / "README.md").is_file()
-    run(replace(job, out=tmp_path / "one"))
-    alone = torch.load(tmp_path / "one" / "checkpoint.pt", weights_only=True)
-    assert any(
-        not torch.equal(tensor, alone["trained"][name])
-        for name, tensor in together["trained"].items()
-    )
+@pytest.mark.timeout(300)
+def test_two_workers_train_one_student(
+    job: DistillJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They take the steps of one with the mean gradient of both batches."""
+    monkeypatch.chdir(tmp_path)
+    job = replace(job, loop=replace(LOOP, rate=1e-2, warm_up=0), out=Path("one"))
+    records = run(replace(job, workers=2, out=Path("two")))
+    assert [record.step for record in records if "loss" in record.values] == [2, 4, 6]
+    assert Path("two/README.md").is_file()
+    run(job)
+    one, two = weights(job.out), weights(Path("two"))
+    monkeypatch.setattr(distilling, "StudentTask", PairTask)
+    monkeypatch.setattr(distilling, "Batches", Pairs)
+    run(replace(job, out=Path("pairs")))
+    pairs = weights(Path("pairs"))
+    # Where a gradient is next to nothing, rounding decides which way a weight goes.
+    assert float((two - pairs).norm()) < 0.05 * float((one - pairs).norm())
+
+
+@pytest.mark.long
+@pytest.mark.ray
+@pytest.mark.timeout(300)
+def test_what_a_worker_says_reaches_the_user_in_a_line(job: DistillJob) -> None:
+    with pytest.raises(TrainingError, match=r"worker \d: .*cannot start from layers") as caught:
+        run(replace(job, workers=2, layers=(0, 9)))
+    assert "\n" not in str(caught.value)
 
 
 def _made(folder: Path) -> Path:

@@ -164,9 +164,28 @@ def test_features_need_states() -> None:
         combined(student, student, torch.zeros(ROWS).long(), Taught(teacher), config)
 
 
+@pytest.mark.parametrize("kind", ["kl", "mse"])
+def test_a_batch_without_a_token_the_student_knows_teaches_nothing(kind: str) -> None:
+    at = scene()
+    assert at.taught.states is not None
+    student, hidden = (each[:0].clone().requires_grad_() for each in (at.student, at.hidden))
+    taught = Taught(at.taught.logits[:0], at.taught.states[:0])
+    config = DistillConfig(kind=kind, hard=0.5, features=1.0)
+    parts = combined(student, hidden, at.labels[:0], taught, config)
+    assert {name: float(each.detach()) for name, each in parts.items()} == dict.fromkeys(parts, 0.0)
+    parts["loss"].backward()
+
+
 @pytest.mark.parametrize(
     "wrong",
-    [{"temperature": 0.0}, {"hard": 1.1}, {"features": -1.0}, {"kind": "cosine"}],
+    [
+        {"temperature": 0.0},
+        {"temperature": float("nan")},
+        {"features": float("inf")},
+        {"hard": 1.1},
+        {"features": -1.0},
+        {"kind": "cosine"},
+    ],
 )
 def test_what_is_no_loss_is_refused(wrong: dict[str, float | str]) -> None:
     with pytest.raises(ValueError, match=r"distillation needs|the loss must be"):

@@ -1,5 +1,7 @@
 """Where soft labels come from: kept, asked anew, averaged; and batches the student writes."""
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -11,13 +13,16 @@ from torch import Tensor
 from drafter_workers.methods.online import OnlineTask
 from drafter_workers.methods.student import DistillConfig, StudentTask
 from drafter_workers.training.batches import Batch, BatchConfig, Batches
+from drafter_workers.training.checkpoints import FILE
 from drafter_workers.training.corpus import Corpus, Kept
-from drafter_workers.training.loop import Host, LoopConfig, Record, train
+from drafter_workers.training.loop import Host, LoopConfig, Record, Source, train
 from drafter_workers.training.on_policy import OnPolicy, OnPolicyConfig
 from drafter_workers.training.teachers import (
     Asked,
     Ensemble,
     KeptOrAsked,
+    KeptTop,
+    Taught,
     Teacher,
     ask,
     kept_teacher,
@@ -61,10 +66,21 @@ def kept(target: Path, origin_kept: Kept, corpus: Corpus, ids: tuple[int, ...]) 
     return teacher
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Mistral"])
-def test_attention_without_a_cache_is_that_with_one(family: str, tmp_path: Path) -> None:
-    window = {"sliding_window": 7} if family == "Mistral" else {}
-    decoder = load_reference(make_tiny(tmp_path, 2, family, **window), dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("Llama", {}),
+        ("Llama", {"num_key_value_heads": 1}),
+        ("Llama", {"num_key_value_heads": 4}),
+        ("Qwen3", {}),
+        ("Mistral", {"sliding_window": 7}),
+        ("Mistral", {"sliding_window": 1}),
+    ],
+)
+def test_attention_without_a_cache_is_that_with_one(
+    family: str, fields: dict[str, int], tmp_path: Path
+) -> None:
+    decoder = load_reference(make_tiny(tmp_path, 2, family, **fields), dtype=torch.float32)
     tokens = torch.randint(512, (3, 20), generator=torch.Generator().manual_seed(1))
     together = run_rows(decoder, tokens).view(3, 20, -1)
     for row, each in zip(tokens, together, strict=True):
@@ -99,6 +115,54 @@ def test_few_best_tokens_leave_the_rest_to_all_others(target: Path, tmp_path: Pa
     assert torch.allclose(told.sum(-1), torch.ones(len(told)), atol=1e-5)
 
 
+def of_top(logits: Tensor, top: int) -> Batch:
+    """One row of what `Kept(top)` keeps of these logits [t, vocab]."""
+    best = logits.topk(top)
+    row = torch.zeros(1, len(logits))
+    parts = {
+        "top_ids": best.indices.int()[None],
+        "top_logits": best.values.half()[None],
+        "log_sums": logits.logsumexp(-1)[None],
+    }
+    return Batch(row.long(), row == 0, row == 0, parts)
+
+
+@pytest.mark.parametrize("height", [0.0, 200.0, -200.0])
+@pytest.mark.parametrize("top", [4, VOCAB])
+def test_best_tokens_of_logits_of_any_height_keep_their_chances(height: float, top: int) -> None:
+    logits = 2 * torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(2)) + height
+    told = KeptTop(VOCAB, torch.arange(VOCAB)).teach(of_top(logits, top), torch.ones(6).bool())
+    true, got = logits.double().softmax(-1), told.logits.double().softmax(-1)
+    best = true.topk(top).indices
+    assert bool(told.logits.isfinite().all())
+    # Half a step of half precision at 200 is 0.0625 of a logit.
+    torch.testing.assert_close(got.gather(1, best), true.gather(1, best), rtol=0.13, atol=1e-5)
+    rest = got.clone().scatter_(1, best, 0).sum(-1)
+    assert float((rest - (1 - true.gather(1, best).sum(-1))).abs().max()) < 0.1
+
+
+class Says:
+    """A teacher that says one number."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+
+    def teach(self, batch: Batch, picked: Tensor) -> Taught:
+        return Taught(torch.full((int(picked.sum()), VOCAB), self.number))
+
+    def best(self, batch: Batch, picked: Tensor) -> Tensor:
+        return torch.full((int(picked.sum()),), int(self.number))
+
+
+def test_what_was_kept_is_asked_for_only_where_it_is_there(batch: Batch) -> None:
+    rows, bare = picked(batch), replace(batch, parts={})
+    both = KeptOrAsked(Says(1), Says(2))
+    for of, expected in ((batch, 1.0), (bare, 2.0)):
+        assert bool((both.teach(of, rows).logits == expected).all())
+        assert bool((both.best(of, rows) == int(expected)).all())
+    assert bool((KeptOrAsked(None, Says(2)).best(batch, rows) == 2).all())
+
+
 def test_an_ensemble_is_the_mean_of_what_each_holds_likely(
     target: Path, corpus: Corpus, batch: Batch, tmp_path: Path
 ) -> None:
@@ -107,7 +171,7 @@ def test_an_ensemble_is_the_mean_of_what_each_holds_likely(
     rows = picked(batch)
     mean = sum(t.teach(batch, rows).logits.float().softmax(-1) for t in (one, two)) / 2
     both = Ensemble([one, two])
-    assert torch.allclose(both.teach(batch, rows).logits.softmax(-1), mean, atol=1e-6)
+    assert torch.allclose(both.teach(batch, rows).logits.exp(), mean, atol=1e-6)
     assert torch.equal(both.best(batch, rows), one.best(batch, rows))
 
 
@@ -131,6 +195,8 @@ def test_a_student_answers_some_batches_itself(
     again = list(islice(source.steps(own[0]), 2))
     assert torch.equal(again[0].tokens, first[own[0]].tokens)
     plain = next(iter(batches.steps(own[0])))
+    third = list(islice(source.steps(1, 3), 4))
+    assert [not batch.parts for batch in third] == [step in own for step in (1, 4, 7, 10)]
     rows = zip(plain.tokens, plain.answers, strict=True)
     asked = {tuple(tokens[: answers.int().argmax()].tolist()) for tokens, answers in rows}
     anew = first[own[0]]
@@ -141,6 +207,46 @@ def test_a_student_answers_some_batches_itself(
     asking = KeptOrAsked(kept(target, Kept(state_size=64), corpus, ids), ask(target, ids))
     for batch in first[:4]:
         assert asking.teach(batch, picked(batch)).logits.shape[1] == VOCAB
+
+
+def test_a_student_that_writes_goes_on_as_if_nothing_had_happened(
+    target: Path, corpus: Corpus, tmp_path: Path
+) -> None:
+    ids = tuple(range(VOCAB))
+    batches = Batches([corpus], BatchConfig(length=64, tokens=512))
+    config = OnPolicyConfig(0.5, frozenset({END}), tokens=5, length=64)
+
+    def ended(folder: Path, *, first_stop: int) -> dict[str, Tensor]:
+        for steps in (first_stop, 8):
+            _, student = student_of(target, corpus, folder / "planted")
+            asking = KeptOrAsked(kept(target, Kept(state_size=64), corpus, ids), ask(target, ids))
+            task = StudentTask(student, ids, asking, DistillConfig())
+            source = OnPolicy(batches, student, ids, config)
+            loop = LoopConfig(8, rate=5e-3, warm_up=5, keep_every=1, look_every=100)
+            with suppress(StopHere):
+                train(task, Stopping(source, steps), loop, Host(folder, lambda record: None))
+        state: dict[str, Tensor] = torch.load(folder / FILE, weights_only=True)["trained"]
+        return state
+
+    whole, parts = (ended(tmp_path / name, first_stop=at) for name, at in (("a", 8), ("b", 5)))
+    assert all(torch.equal(each, parts[name]) for name, each in whole.items())
+
+
+class StopHere(Exception): ...
+
+
+class Stopping:
+    """Batches up to a step, where the run is interrupted."""
+
+    def __init__(self, source: Source, end: int) -> None:
+        self._source, self._end = source, end
+
+    def steps(self, start: int, stride: int = 1) -> Iterator[Batch]:
+        yield from islice(self._source.steps(start, stride), self._end - start)
+        raise StopHere
+
+    def held_out(self, tokens: int) -> Iterator[Batch]:
+        return self._source.held_out(tokens)
 
 
 def test_an_online_teacher_learns_with_its_student(

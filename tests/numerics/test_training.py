@@ -3,7 +3,6 @@
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drafter_workers.training.batches import Batch, BatchConfig, Batches
-from drafter_workers.training.checkpoints import FILE
+from drafter_workers.training.checkpoints import FILE, kept_step
 from drafter_workers.training.corpus import Corpus, Kept
 from drafter_workers.training.errors import TrainingError
 from drafter_workers.training.loop import Host, LoopConfig, Record, train
@@ -55,24 +54,33 @@ def test_the_loss_falls_and_held_out_acceptance_rises(trained: tuple[Path, list[
         assert looks[-1][name] > looks[0][name], name
 
 
+@pytest.mark.long
+def test_a_longer_run_learns_more(target: Path, tmp_path: Path) -> None:
+    corpus = write_corpus(target, tmp_path / "corpus", 2000)
+    _, records = run(target, corpus, tmp_path / "out", 1600)
+    losses = [record.values["loss"] for record in records if "loss" in record.values]
+    looks = [record.values for record in records if "acceptance" in record.values]
+    assert np.mean(losses[-20:]) < 0.5 * losses[0]
+    assert looks[-1]["accepted_length"] > 1.15 * looks[0]["accepted_length"]
+    for name in ("agreement", "acceptance"):
+        assert looks[-1][name] > 1.5 * looks[0][name], name
+        assert looks[-1][name] > looks[10][name] > looks[0][name], name
+
+
 def test_a_killed_run_ends_with_the_same_weights(
     target: Path, corpus: Corpus, trained: tuple[Path, list[Record]], tmp_path: Path
 ) -> None:
     folder = corpus.folder
     command = [sys.executable, "-m", "tests.tiny_training", str(target), str(folder)]
-    process = subprocess.Popen([*command, str(tmp_path), "100000"], cwd=ROOT)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / FILE).is_file():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    step = torch.load(tmp_path / FILE, weights_only=True)["step"]
-    if step >= STEPS:
-        pytest.fail("killed too late to say anything; make the run longer")
+    for killed_at in (23, 31):
+        process = subprocess.run([*command, str(tmp_path), str(STEPS), str(killed_at)], cwd=ROOT)
+        assert process.returncode == -signal.SIGKILL
+        assert kept_step(tmp_path) == killed_at - killed_at % 5
     run(target, corpus, tmp_path, STEPS)
     for name, tensor in weights(trained[0]).items():
         assert torch.equal(tensor, weights(tmp_path)[name]), name
+    whole, again = (torch.load(at / FILE, weights_only=True) for at in (trained[0], tmp_path))
+    assert whole["optimiser"]["param_groups"] == again["optimiser"]["param_groups"]
 
 
 class Spoilt:
@@ -81,8 +89,8 @@ class Spoilt:
     def __init__(self, source: Batches, first: int) -> None:
         self._source, self._first = source, first
 
-    def steps(self, start: int) -> Iterator[Batch]:
-        for step, batch in enumerate(self._source.steps(start), start):
+    def steps(self, start: int, stride: int = 1) -> Iterator[Batch]:
+        for step, batch in enumerate(self._source.steps(start, stride), start):
             if step >= self._first:
                 batch.parts["states"].fill_(torch.nan)
             yield batch
@@ -97,7 +105,9 @@ def test_a_loss_that_is_no_number_ends_the_run_before_it_is_kept(
     task = make_task(target, corpus, tmp_path / "planted")
     batches = Batches([corpus], BatchConfig(length=64, tokens=512))
     config = LoopConfig(30, log_every=1000, keep_every=5)
-    with pytest.raises(TrainingError, match=r"not finite at step .* last checkpoint is whole"):
+    with pytest.raises(
+        TrainingError, match=r"not finite at step .* checkpoint is whole.* lower --rate"
+    ):
         train(task, Spoilt(batches, 12), config, Host(tmp_path, lambda record: None))
     assert torch.load(tmp_path / FILE, weights_only=True)["step"] == 10
     again = make_task(target, corpus, tmp_path / "planted")
@@ -112,7 +122,7 @@ def test_a_checkpoint_of_another_student_is_refused(
     task = make_task(other, corpus, tmp_path / "planted")
     task.module.norm.weight = torch.nn.Parameter(torch.ones(3))
     batches = Batches([corpus], BatchConfig(length=64, tokens=512))
-    with pytest.raises(ValueError, match="of another student"):
+    with pytest.raises(TrainingError, match="of another student"):
         train(task, batches, LoopConfig(1), Host(trained[0], lambda record: None))
 
 

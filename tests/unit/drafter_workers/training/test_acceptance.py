@@ -32,8 +32,23 @@ def test_runs_are_counted_to_their_end_and_to_the_depth() -> None:
     assert accepted_length(np.array([], bool), 4) == 1.0
 
 
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_chances_by_depth_are_those_of_chains_from_every_place(depth: int) -> None:
+    chance = np.random.default_rng(depth)
+    texts = [chance.random(size) < 0.7 for size in (50, 3, 0, 1, 20)]
+    tried, stood = [0] * depth, [0] * depth
+    for hits in texts:
+        for start in range(len(hits)):
+            for d, hit in enumerate(hits[start : start + depth]):
+                tried[d] += 1
+                stood[d] += bool(hit)
+                if not hit:
+                    break
+    assert by_depth(texts, depth) == [s / t for s, t in zip(stood, tried, strict=True)]
+
+
 def test_chances_by_depth_are_conditional() -> None:
     hits = np.array([True, True, False, True, False])
     assert by_depth([hits], 3) == [3 / 5, 1 / 3, 0.0]
-    assert by_depth([hits, hits[:2]], 2) == [5 / 7, 2 / 5]
+    assert by_depth([hits, hits[:2]], 2) == [5 / 7, 2 / 4], "no guess beyond the end of a text"
     assert np.isnan(by_depth([np.array([False])], 2)[1])
