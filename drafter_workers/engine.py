@@ -205,13 +205,13 @@ class DraftEngine:
 
     def _send(self, drafted: Drafted) -> list[Message]:
         """The candidates that are due, as nodes."""
-        guesses = drafted.growth.send() if drafted.proposing else ()
+        guesses, dists = drafted.growth.send() if drafted.proposing else ((), ())
         if not guesses:
             return []
         for guess in guesses:
             self._proposer.name(drafted.seq, guess.parent, guess.id, guess.token)
         self._counts.update(nodes=len(guesses))
-        return [Grow(drafted.seq, drafted.opening, len(drafted.tokens), guesses)]
+        return [Grow(drafted.seq, drafted.opening, len(drafted.tokens), guesses, dists)]
 
     def _report(self) -> list[Message]:
         forwards = self._counts["forwards"]

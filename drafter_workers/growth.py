@@ -91,10 +91,12 @@ class Growth:
         """The leaves to expand within credit, best first."""
         return (option for option in self._plan() if option.candidate is None)
 
-    def send(self) -> tuple[Guess, ...]:
-        """Turn the candidates that are due into nodes, best first."""
+    def send(self) -> tuple[tuple[Guess, ...], tuple[bytes, ...]]:
+        """Turn the candidates that are due into nodes, best first; and what they were drawn from,
+        if they were."""
         due = [option for option in self._plan() if option.candidate is not None]
-        return tuple(self._add(option) for option in due)
+        dists = tuple(option.candidate.dist for option in due if option.candidate)
+        return tuple(self._add(option) for option in due), dists if any(dists) else ()
 
     def _add(self, option: Option) -> Guess:
         parent, candidate = option.node, option.candidate

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from protos.messages import Sampling
+from protos.sampling import Sampling
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +25,13 @@ class Candidate:
 
     `belief` is the logarithm of the chance that it stands given its parent, where the method
     knows better than its distribution: a token that shared noise ranks first stands more often
-    than its own probability says.
+    than its own probability says. `dist` is what it was drawn from, under rule `sampled`.
     """
 
     token: int
     logprob: float
     belief: float | None = None
+    dist: bytes = b""
 
     @property
     def stands(self) -> float:
@@ -71,7 +72,9 @@ class Proposer(Protocol):
     def propose(self, batch: Sequence[Expand], width: int) -> list[tuple[Candidate, ...]]:
         """Up to `width` candidates for each node, best first, in one forward of <= max_rows rows.
 
-        A root may have pending rows; they are computed in the same forward.
+        A root may have pending rows; they are computed in the same forward. Under rule `sampled`
+        there is one candidate, drawn, and it is believed to stand: nothing but credit and context
+        decides how long such a chain grows.
         """
 
     def rows_held(self, seq: int) -> tuple[int, int]:

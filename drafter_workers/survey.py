@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from drafter_workers.config import GrowthConfig
 from drafter_workers.growth import Growth, Option
 from drafter_workers.proposer import Proposer
-from protos.messages import Sampling
+from protos.sampling import Sampling
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from orchestrator import lookup
 from orchestrator.admission import Admission
+from orchestrator.answers import fits
 from orchestrator.config import CoreConfig
 from orchestrator.draft_desk import DraftDesk
 from orchestrator.events import (
@@ -39,7 +40,7 @@ from orchestrator.request import (
     Update,
 )
 from orchestrator.sequence import Committed, Flight, Sequence
-from orchestrator.target_desk import TargetDesk, fits
+from orchestrator.target_desk import TargetDesk
 from protos.draft_tree import DraftTree
 from protos.messages import Grow, Hello, Need, Report, Stepped, Verdict
 
@@ -142,7 +143,9 @@ class Core:
     def _begin(self, request: Request, target: int, now: float) -> Sequence:
         tokens = [*request.prompt, *request.resumed]
         mode = request.mode or self.config.mode
-        uses_lookup = self.config.lookup and mode is not Mode.OFF
+        # What rule `sampled` verifies must have been drawn from a distribution.
+        is_drawn = request.sampling.rule == "sampled"
+        uses_lookup = self.config.lookup and mode is not Mode.OFF and not is_drawn
         seq = Sequence(
             seq=self._next_seq,
             request=request,
@@ -154,6 +157,7 @@ class Core:
             tree=DraftTree(len(tokens)),
             deadline=now,
             lookup=lookup.NgramIndex(tokens) if uses_lookup else None,
+            parent=self._sequences.get(self._ids.get(request.parent, 0)),
             waiting_since=now,
         )
         self._next_seq += 1
@@ -191,6 +195,7 @@ class Core:
         self.counters.finished += 1
         self.drafts.close(seq)
         self.targets.close(seq)
+        seq.ended = True
         del self._sequences[seq.seq]
         del self._ids[seq.request.request_id]
         self._tell(seq.request.request_id, Finished(reason, seq.stats(), error))
@@ -204,10 +209,14 @@ class Core:
         if not self.targets.landed(index, stepped):
             return
         verdicts = {verdict.seq: verdict for verdict in stepped.verdicts}
+        prompts = {told.seq: told for told in stepped.prompts}
         for seq in self._on_target(index):
             flight = seq.flight
             if flight is None or flight.step != stepped.step:
                 continue
+            told = prompts.get(seq.seq)
+            if told is not None and (scored := seq.take_scores(told)) is not None:
+                self._tell(seq.request.request_id, scored)
             verdict = verdicts.get(seq.seq)
             if verdict is not None and verdict.error:
                 self._finish(seq, FinishReason.ERROR, verdict.error)
@@ -224,7 +233,8 @@ class Core:
         done = seq.reconcile(verdict)
         seq.waiting_since = now
         self.counters.add_round(len(flight.nodes), done)
-        self._tell(seq.request.request_id, Delta(done.tokens))
+        if done.tokens:
+            self._tell(seq.request.request_id, Delta(done.tokens, done.scores))
         self._told.append(_round(now, seq, number, flight, done))
         if done.finish is not None:
             self._finish(seq, done.finish)

@@ -127,7 +127,10 @@ class DraftDesk:
         """True if the message shows that both ends no longer agree."""
         if not 1 <= message.frontier <= seq.frontier:
             return True
-        for guess in message.nodes:
+        dists = message.dists or (b"",) * len(message.nodes)
+        if len(dists) != len(message.nodes):
+            return True
+        for guess, dist in zip(message.nodes, dists, strict=True):
             if guess.id < ids.next_id:
                 self._counters.guesses_repeated += 1
                 continue
@@ -139,6 +142,8 @@ class DraftDesk:
             else:
                 ids.skip()
                 self._counters.guesses_foreign += 1
+            if node is not None:
+                node.dist = dist
             self._counters.guesses += 1
             self._counters.guesses_gone += node is None
         return ids.live > self._config.credit

@@ -1,26 +1,36 @@
-"""Updates on their way to one client; deltas it has not fetched yet are joined into one."""
+"""Updates on their way to one client; what it has not fetched yet is joined."""
 
 import asyncio
 
-from orchestrator.request import Delta, Finished, FinishReason, Stats, Update
+from orchestrator.request import Delta, Finished, FinishReason, PromptScored, Stats, Update
+from protos.sampling import Score
 
 
 class Mailbox:
-    """Holds at most the request's own tokens and one last update."""
+    """Holds at most the scores of the request's prompt, its own tokens and one last update."""
 
     def __init__(self) -> None:
+        self._scored_from = 0
+        self._prompt: list[Score] = []
         self._tokens: list[int] = []
+        self._scores: list[Score] = []
         self._last: Update | None = None
         self._filled = asyncio.Event()
 
     def put(self, update: Update) -> None:
-        """Add an update; after one that is not a Delta, what comes is dropped."""
+        """Add an update; after the last one, what comes is dropped."""
         if self._last is not None:
             return
-        if isinstance(update, Delta):
-            self._tokens.extend(update.tokens)
-        else:
-            self._last = update
+        match update:
+            case Delta():
+                self._tokens.extend(update.tokens)
+                self._scores.extend(update.scores)
+            case PromptScored():
+                if not self._prompt:
+                    self._scored_from = update.start
+                self._prompt.extend(update.scores)
+            case _:
+                self._last = update
         self._filled.set()
 
     def cut_off(self) -> None:
@@ -29,12 +39,20 @@ class Mailbox:
         self.put(Finished(FinishReason.UNAVAILABLE, Stats(), why))
 
     async def get(self) -> Update:
-        """All new tokens, or when there are none, the last update."""
+        """All new scores of the prompt, then all new tokens, or when there are none, the last."""
         await self._filled.wait()
+        update = self._taken()
+        if self._last is None and not self._prompt and not self._tokens:
+            self._filled.clear()
+        return update
+
+    def _taken(self) -> Update:
+        if self._prompt:
+            scores, self._prompt = tuple(self._prompt), []
+            return PromptScored(self._scored_from, scores)
         if self._tokens:
-            delta, self._tokens = Delta(tuple(self._tokens)), []
-            if self._last is None:
-                self._filled.clear()
+            delta = Delta(tuple(self._tokens), tuple(self._scores))
+            self._tokens, self._scores = [], []
             return delta
         assert self._last is not None, "a filled mailbox holds something"
         return self._last

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from protos.messages import GREEDY, Sampling
+from protos.sampling import GREEDY, UNSCORED, Sampling, Score, Scoring
 
 
 class Mode(Enum):
@@ -32,8 +32,9 @@ class Request:
 
     `resumed` are output tokens the client already has: they count for limits and stops and are
     not sent again. `mode` and `k` of None leave the choice to the server. `max_tokens` counts
-    output tokens, `resumed` included. Requests of different `cache_salt` share no computed state;
-    without `prefix_cache` a request shares none at all.
+    output tokens, `resumed` included; 0 only scores the prompt. Requests of different `cache_salt`
+    share no computed state; without `prefix_cache` a request shares none at all, but for the live
+    request named as its `parent`, whose prompt it has too and whose rows it begins with.
     """
 
     request_id: str
@@ -47,6 +48,8 @@ class Request:
     k: int | None = None
     cache_salt: str = ""
     prefix_cache: bool = True
+    scoring: Scoring = UNSCORED
+    parent: str = ""
 
 
 class Stopper(Protocol):
@@ -81,10 +84,19 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptScored:
+    """The scores of prompt tokens from position `start` on, in order over all of them."""
+
+    start: int
+    scores: tuple[Score, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """Newly committed output tokens, at least one."""
+    """Newly committed output tokens, at least one, with a score each if asked for."""
 
     tokens: tuple[int, ...]
+    scores: tuple[Score, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,4 +127,4 @@ class Refused:
     retry_s: float = 0.0
 
 
-Update = Delta | Finished | Refused
+Update = PromptScored | Delta | Finished | Refused

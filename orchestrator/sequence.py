@@ -3,9 +3,10 @@
 from dataclasses import dataclass, field
 
 from orchestrator.lookup import NgramIndex
-from orchestrator.request import FinishReason, Mode, Request, Stats, Stopper
+from orchestrator.request import FinishReason, Mode, PromptScored, Request, Stats, Stopper
 from protos.draft_tree import DraftTree, Ids, Node
-from protos.messages import Verdict
+from protos.messages import PromptScores, Verdict
+from protos.sampling import Score
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +42,13 @@ class Drafting:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a verdict led to: the tokens that became visible, and whether they end the sequence."""
+    """What a verdict led to: the tokens that became visible, and whether they end the sequence.
+
+    `scores` are the tokens', where they are asked for.
+    """
 
     tokens: tuple[int, ...]
+    scores: tuple[Score, ...]
     accepted: int
     hit: bool
     finish: FinishReason | None
@@ -55,7 +60,8 @@ class Sequence:
 
     `cached` committed rows are in the target's cache once `keep`, the nodes of the last Extend
     that became committed, have been moved; its table there holds `pages`. `found` prompt tokens
-    were in the prefix cache at first. `waiting_since` is when it last became runnable.
+    were in the prefix cache at first, those before `scored` need no score any more. `waiting_since`
+    is when it last became runnable.
     """
 
     seq: int
@@ -68,10 +74,13 @@ class Sequence:
     tree: DraftTree
     deadline: float
     lookup: NgramIndex | None = None
+    parent: "Sequence | None" = None
+    ended: bool = False
     opened: bool = False
     cached: int = 0
     pages: int = 0
     found: int = 0
+    scored: int = 1
     keep: tuple[int, ...] = ()
     flight: Flight | None = None
     drafting: Drafting | None = None
@@ -103,6 +112,14 @@ class Sequence:
         return self.limit - len(self.tokens) - 1
 
     @property
+    def awaits_parent(self) -> bool:
+        """True while the rows it is to begin with are still being computed."""
+        parent = self.parent
+        if parent is None or parent.ended or self.opened or parent.target != self.target:
+            return False
+        return parent.cached < len(self.request.prompt)
+
+    @property
     def rounds(self) -> int:
         return sum(self.histogram)
 
@@ -116,6 +133,15 @@ class Sequence:
         self.cached, self.pages = cached, pages
         if self.last_step == 0:
             self.found = min(cached, len(self.request.prompt))
+
+    def take_scores(self, told: PromptScores) -> PromptScored | None:
+        """The scores of prompt tokens that are new: what is computed again says them again."""
+        new = told.scores[max(0, self.scored - told.start) :]
+        if not new:
+            return None
+        start = told.start + len(told.scores) - len(new)
+        self.scored = start + len(new)
+        return PromptScored(start, new)
 
     def end_chunk(self) -> None:
         """A prefill chunk has been computed."""
@@ -139,7 +165,8 @@ class Sequence:
         self.losses = 0
         self._record(len(flight.nodes), kept, hit)
         self.cut += kept + 1 - len(tokens)
-        return Committed(tuple(tokens), kept, hit, finish)
+        scores = verdict.scores[: len(tokens)]
+        return Committed(tuple(tokens), scores, kept, hit, finish)
 
     def stats(self) -> Stats:
         """The account of this sequence up to now."""
@@ -164,6 +191,8 @@ class Sequence:
         self.opened, self.cached, self.pages, self.keep, self.flight = False, 0, 0, (), None
 
     def _until_stop(self, tokens: list[int]) -> tuple[list[int], FinishReason | None]:
+        if len(self.tokens) >= self.limit:  # only the prompt is scored
+            return [], FinishReason.LENGTH
         for count, token in enumerate(tokens, start=1):
             if self.stopper.push(token):
                 return tokens[:count], FinishReason.STOP

@@ -3,10 +3,11 @@
 Sequences are never in two steps at once, and a target never in two at once (yet).
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from orchestrator import scheduler
+from orchestrator.answers import fault
 from orchestrator.capacity import Capacity
 from orchestrator.config import CoreConfig
 from orchestrator.events import Command, DropTarget, ToTargetWorker, WakeAt
@@ -18,7 +19,7 @@ from orchestrator.request import Mode
 from orchestrator.scheduler import Budget, Pick
 from orchestrator.sequence import Flight, Sequence
 from protos.codec import row_hash
-from protos.messages import Extend, Hello, Step, StepClose, StepOpen, Stepped, TreeNode, Verdict
+from protos.messages import Extend, Hello, Step, StepClose, StepOpen, Stepped, TreeNode
 
 DROPPED = -1  # no step has this number: a target that is cut off gets none until it is back
 
@@ -98,8 +99,8 @@ class TargetDesk:
                 self.drop(index, f"answers step {stepped.step}, which was never sent")
             return False
         ledger = self.capacity.ledgers[index]
-        if fault := _fault([opened for _, opened in target.opening], stepped, ledger):
-            self.drop(index, f"step {stepped.step}: {fault}")
+        if wrong := fault([opened for _, opened in target.opening], stepped, ledger):
+            self.drop(index, f"step {stepped.step}: {wrong}")
             return False
         for (seq, _), found in zip(target.opening, stepped.cached, strict=False):
             seq.take_up(found, ledger.pages(found))
@@ -126,7 +127,7 @@ class TargetDesk:
         for index, target in self.targets.items():
             if target.in_flight:
                 continue
-            runnable = [s for s in running if s.target == index and self.capacity.runs(s)]
+            runnable = [s for s in running if s.target == index and self._runs(s)]
             new = [s for s in runnable if _may_find(s, target.hello.page_size)]
             if new:
                 self._open(index, runnable, new)
@@ -136,6 +137,9 @@ class TargetDesk:
                 self._start(index, runnable)
             if target.in_flight:
                 target.sent_at = now
+
+    def _runs(self, seq: Sequence) -> bool:
+        return self.capacity.runs(seq) and not seq.awaits_parent
 
     def wanted(self, seq: Sequence) -> int:
         """K for the sequence's next round."""
@@ -213,6 +217,8 @@ class TargetDesk:
             request.sampling,
             cache_salt=request.cache_salt,
             prefix_cache=request.prefix_cache,
+            parent=-1 if seq.parent is None else seq.parent.seq,
+            scoring=request.scoring,
         )
 
     def _fly(self, pick: Pick, pages: int) -> Extend:
@@ -225,6 +231,7 @@ class TargetDesk:
             tuple(seq.tokens[seq.cached : pick.end]),
             tuple(TreeNode(p, n.token) for p, n in zip(parents, pick.nodes, strict=True)),
             seq.keep,
+            dists=_dists(seq, pick),
         )
         seq.flight = Flight(
             self._next_step, seq.frontier, pick.end, pick.nodes, pick.wanted, pick.clamp, pages
@@ -251,6 +258,12 @@ class TargetDesk:
         self._out.append(ToTargetWorker(index, step))
 
 
+def _dists(seq: Sequence, pick: Pick) -> tuple[bytes, ...]:
+    """What each node was drawn from, where the rule asks for it."""
+    is_drawn = seq.request.sampling.rule == "sampled"
+    return tuple(node.dist for node in pick.nodes) if is_drawn else ()
+
+
 def _suspects_alone(runnable: list[Sequence]) -> list[Sequence]:
     """After the loss of a target, what was in flight then goes one by one, to find the cause."""
     suspects = [seq for seq in runnable if seq.losses]
@@ -259,31 +272,5 @@ def _suspects_alone(runnable: list[Sequence]) -> list[Sequence]:
 
 def _may_find(seq: Sequence, page_size: int) -> bool:
     """True if opening the sequence before its first Extend may save some of it."""
-    return not seq.opened and seq.request.prefix_cache and seq.frontier > page_size
-
-
-def _fault(opening: Collection[StepOpen], stepped: Stepped, ledger: Ledger) -> str:
-    """Why a step cannot have ended like this, as far as pages go; ends it in the ledger."""
-    size = ledger.page_size
-    found = stepped.cached if opening else ()
-    likely = all(
-        0 <= n < len(opened.tokens) and (n % size == 0 or opened.parent >= 0)
-        for n, opened in zip(found, opening, strict=False)
-    )
-    if len(found) != len(opening) or not likely:
-        return f"its opens cannot have found {stepped.cached} tokens"
-    wrong = ledger.land(stepped.free_pages, sum(map(ledger.pages, found)))
-    # After an error nobody knows how far the target got.
-    return "" if any(verdict.error for verdict in stepped.verdicts) else wrong
-
-
-def fits(flight: Flight, verdict: Verdict) -> bool:
-    """True if the verdict can be an answer to what was asked: a walk down the selected nodes."""
-    if verdict.start != flight.frontier or verdict.next_token < 0:
-        return False
-    parent = None
-    for i in verdict.walk:
-        if not 0 <= i < len(flight.nodes) or flight.nodes[i].parent is not parent:
-            return False
-        parent = flight.nodes[i]
-    return True
+    shares = seq.parent is not None or (seq.request.prefix_cache and seq.frontier > page_size)
+    return shares and not seq.opened

@@ -21,9 +21,12 @@ class State(IntEnum):
 
 
 class Node:
-    """A guess that the token at `position` is `token`, given the path to its parent."""
+    """A guess that the token at `position` is `token`, given the path to its parent.
 
-    __slots__ = ("children", "parent", "position", "scores", "state", "token")
+    `dist` is what it was drawn from, under rule `sampled`.
+    """
+
+    __slots__ = ("children", "dist", "parent", "position", "scores", "state", "token")
 
     def __init__(self, parent: "Node | None", position: int, token: int) -> None:
         self.parent = parent
@@ -31,6 +34,7 @@ class Node:
         self.token = token
         self.children: dict[int, Node] = {}
         self.scores: dict[Source, float] = {}
+        self.dist = b""
         self.state = State.LIVE
 
 

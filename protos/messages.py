@@ -1,32 +1,21 @@
 """Every message between the orchestrator and its workers: frozen values of plain types.
 
-On the wire a message is `[tag, *fields]` (see codec.py). New fields go last, with a default.
-Positions are absolute token indices, ranges are half-open, times are seconds.
+New fields go last, with a default. Positions are absolute token indices, times are seconds.
 """
 
 from dataclasses import dataclass
 
-PROTOCOL = 2
+from protos.sampling import UNSCORED, Sampling, Score, Scoring
 
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """What a worker needs to choose tokens. Temperature 0 is greedy; stops never reach a worker."""
-
-    temperature: float = 0.0
-    seed: int = 0
-
-
-GREEDY = Sampling()
+PROTOCOL = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
     """A worker's first frame: who it is and what it holds.
 
-    `incarnation` is new at every start of the worker. `vocab_hash` identifies the tokenizer's
-    entries, `needs` what a drafter wants from the target ("nothing" or "features"), `group_port`
-    where a rank listens for the others (0: the worker is in one piece).
+    `incarnation` is new at every start, `vocab_hash` identifies the tokenizer's entries. `needs` is
+    what a drafter wants ("nothing" or "features"), `group_port` where a rank listens (0: alone).
     """
 
     protocol: int
@@ -96,8 +85,8 @@ class Guess:
 class Grow:
     """New nodes of a draft tree, grown while the drafter's frontier was `frontier`.
 
-    Without nodes: though there is credit, nothing more is to be expected at this `frontier` before
-    the next Advance (context, vocabulary, memory, or nothing likely enough). Said once per Advance.
+    Without nodes: nothing more is to be expected at this `frontier` before the next Advance, though
+    there is credit. Said once per Advance.
     """
 
     seq: int
@@ -141,10 +130,10 @@ class StepOpen:
     seq: int
     tokens: tuple[int, ...]
     sampling: Sampling
-    grammar: str = ""
     cache_salt: str = ""
     prefix_cache: bool = True
     parent: int = -1
+    scoring: Scoring = UNSCORED
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +149,8 @@ class Extend:
     """One row group over what is cached: prefill chunk, plain decode and verification alike.
 
     `tokens` are committed tokens at positions from `start`; `keep` lists the nodes of this
-    sequence's previous Extend that became committed, in order.
+    sequence's previous Extend that became committed, in order. Under rule `sampled`, `dists` has
+    what each node was drawn from.
     """
 
     seq: int
@@ -168,6 +158,7 @@ class Extend:
     tokens: tuple[int, ...]
     nodes: tuple[TreeNode, ...] = ()
     keep: tuple[int, ...] = ()
+    dists: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +173,8 @@ class StepClose:
 class Step:
     """One target forward, sent with the same bytes to every shard.
 
-    Closes come before opens and opens before Extends; without Extends there is no forward. `cores`
-    asks for that many CPU threads (0: leave as it is).
+    Closes come before opens, opens before Extends; without Extends there is no forward. `cores`
+    asks for that many CPU threads (0: as before).
     """
 
     step: int
@@ -212,23 +203,33 @@ class Verdict:
     """The target's answer for one Extend that reached the end of the committed tokens.
 
     `start` is the position of the first token it decides; `walk` the accepted nodes, in order;
-    `next_token` the target's own token after them. A non-empty `error` ends this sequence only.
+    `next_token` the target's own token after them, `scores` of both if asked for. A non-empty
+    `error` ends this sequence only.
     """
 
     seq: int
     start: int
     walk: tuple[int, ...]
     next_token: int
-    logprobs: tuple[float, ...] = ()
+    scores: tuple[Score, ...] = ()
     error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The scores of prompt tokens from position `start` on: what one Extend gave of them."""
+
+    seq: int
+    start: int
+    scores: tuple[Score, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
     """What a step gave. `cached` has, per open, how many tokens were found instead of computed.
 
-    `free_pages` are those in no table after it, cached ones included. `forward_s` is the time of
-    the forward, `idle_s` the worker's wait before this step.
+    `free_pages` are those in no table after it, cached ones included; `forward_s` is the forward's
+    time, `idle_s` the worker's wait before it.
     """
 
     step: int
@@ -237,6 +238,7 @@ class Stepped:
     free_pages: int
     forward_s: float
     idle_s: float = 0.0
+    prompts: tuple[PromptScores, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +253,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Ask a worker to account for its memory; answered by AuditReply with the same `nonce`."""
+    """Ask a worker to account for its memory; AuditReply has the same `nonce`."""
 
     nonce: int
 

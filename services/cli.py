@@ -4,8 +4,9 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from protos.paceline.v1 import generation_pb2 as pb
 from services import terminal
 from services.client import Client, ModeName, Options, Prompt
 from services.errors import ConfigError, PacelineError, RequestFailed
+from services.tables import Table, build, override
 from services.train_cli import capture, train
 
 app = typer.Typer(
@@ -38,6 +40,10 @@ Guesses = Annotated[int | None, typer.Option("-k", help="guesses per verificatio
 AsJson = Annotated[bool, typer.Option("--json", help="print events as JSON lines")]
 ConfigFile = Annotated[Path | None, typer.Option("--config", "-c", help="a paceline.toml")]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="key=value over the file")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="anything else to ask for: top_p=0.9, logit_bias={42=-100}, ..."),
+]
 
 
 @app.command()
@@ -70,9 +76,10 @@ def generate(
     mode: Mode = None,
     k: Guesses = None,
     raw: Annotated[bool, typer.Option(help="continue the text, without a chat template")] = False,
+    set_: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stream one answer."""
+    """Stream one answer. `--set` takes every field of `services.client.Options`."""
     text = sys.stdin.read() if prompt == "-" else prompt
     options = Options(
         temperature=temperature,
@@ -82,6 +89,9 @@ def generate(
         mode=_mode(mode),
         k=k,
     )
+    options = _with(options, set_ or ())
+    if not as_json and (options.logprobs, options.prompt_logprobs) != (None, None):
+        raise ConfigError("log-probabilities are printed as JSON alone; add --json")
     asked: Prompt = text if raw else _chat([("user", text)])
     asyncio.run(_generate(server, asked, options, as_json=as_json))
 
@@ -132,7 +142,11 @@ async def _generate(
     *,
     as_json: bool = False,
 ) -> None:
-    """Stream an answer to the terminal; `heard` gets every text that was shown."""
+    """Stream an answer to the terminal; `heard` gets every text that was shown.
+
+    Of several choices the first is streamed and the others follow it.
+    """
+    others: dict[int, str] = {}
     async with (
         Client(server) as client,
         aclosing(client.generate_stream(prompt, options)) as events,
@@ -142,11 +156,14 @@ async def _generate(
                 kind = type(event).__name__.lower()
                 fields = MessageToDict(event, preserving_proto_field_name=True)
                 terminal.stream(json.dumps({kind: fields}) + "\n")
+            elif isinstance(event, pb.Delta) and event.choice:
+                others[event.choice] = others.get(event.choice, "") + event.text
             elif isinstance(event, pb.Delta):
                 terminal.stream(event.text)
                 heard(event.text)
     if not as_json:
-        terminal.stream("\n")
+        texts = [f"\n--- choice {choice}\n{text}\n" for choice, text in sorted(others.items())]
+        terminal.stream("\n" + "".join(texts))
 
 
 def _chat(turns: list[tuple[str, str]]) -> pb.Chat:
@@ -158,6 +175,25 @@ def _ask() -> str:
         return terminal.out.input("[bold]>[/] ").strip()
     except (EOFError, KeyboardInterrupt):
         return ""
+
+
+def _with(options: Options, assignments: Sequence[str]) -> Options:
+    """The options with `name=value` assignments on top. Raises ConfigError."""
+    table: Table = {}
+    for assignment in assignments:
+        override(table, assignment)
+    bias = _bias(table.pop("logit_bias", {}))
+    asked = build(Options, table)
+    return replace(options, logit_bias=bias, **{name: getattr(asked, name) for name in table})
+
+
+def _bias(entries: object) -> dict[int, float]:
+    try:
+        if not isinstance(entries, dict):
+            raise TypeError
+        return {int(id): float(value) for id, value in entries.items()}
+    except (TypeError, ValueError) as error:
+        raise ConfigError("logit_bias must be set as {ID=VALUE, ...}, in numbers") from error
 
 
 def _mode(name: str | None) -> ModeName | None:

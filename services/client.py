@@ -3,8 +3,8 @@
 Every call is cancelled in a `finally`, so a caller that stops listening stops the generation.
 """
 
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 import grpc
@@ -13,9 +13,10 @@ from protos.paceline.v1 import generation_pb2 as pb
 from protos.paceline.v1 import generation_pb2_grpc as pb_grpc
 from services import errors
 
-Event = pb.Started | pb.Delta | pb.Finished
+Event = pb.Started | pb.PromptScores | pb.Delta | pb.Finished
 Prompt = str | Sequence[int] | pb.Chat
 ModeName = Literal["off", "sync", "async"]
+RuleName = Literal["greedy", "match", "rejection", "sampled", "typical"]
 
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 _OPTIONS = [
@@ -34,17 +35,53 @@ _MODES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+_RULES = {
+    None: pb.RULE_UNSPECIFIED,
+    "greedy": pb.RULE_GREEDY,
+    "match": pb.RULE_MATCH,
+    "rejection": pb.RULE_REJECTION,
+    "sampled": pb.RULE_SAMPLED,
+    "typical": pb.RULE_TYPICAL,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What to ask for besides the prompt; None leaves the choice to the server."""
+    """What to ask for besides the prompt; None leaves the choice to the server.
+
+    The fields are those of `generation.proto`, which says what each may be. At most one of
+    `json_schema`, `regex`, `choice`, `grammar` and `any_json` says what the output must be.
+    """
 
     temperature: float | None = None
     seed: int | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] = ()
+    no_repeat_ngram: int | None = None
+    rule: RuleName | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     include_stop: bool = False
     ignore_eos: bool = False
+    n: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    processed_logprobs: bool = False
+    json_schema: str | None = None
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    grammar: str | None = None
+    any_json: bool = False
+    cache_salt: str = ""
+    bypass_cache: bool = False
     mode: ModeName | None = None
     k: int | None = None
     resumed_tokens: tuple[int, ...] = ()
@@ -60,10 +97,18 @@ def request_of(prompt: Prompt, options: Options) -> pb.GenerateStreamRequest:
             request_id=options.request_id,
             model=options.model,
             model_revision=options.model_revision,
-            sampling=pb.Sampling(temperature=options.temperature, seed=options.seed),
+            sampling=_sampling(options),
             stopping=_stopping(options),
             resumed_tokens=options.resumed_tokens,
             speculation=pb.Speculation(mode=_MODES[options.mode], k=options.k),
+            prefix_cache=pb.PrefixCache(cache_salt=options.cache_salt, bypass=options.bypass_cache),
+            n=options.n,
+            scoring=pb.Scoring(
+                logprobs=options.logprobs,
+                prompt_logprobs=options.prompt_logprobs,
+                processed=options.processed_logprobs,
+            ),
+            structured_output=_structured_output(options),
         )
         if isinstance(prompt, str):
             request.text = prompt
@@ -135,6 +180,8 @@ def _event(response: pb.GenerateStreamResponse) -> Event:
     match response.WhichOneof("event"):
         case "started":
             return response.started
+        case "prompt_scores":
+            return response.prompt_scores
         case "delta":
             return response.delta
         case "finished":
@@ -143,11 +190,44 @@ def _event(response: pb.GenerateStreamResponse) -> Event:
             raise errors.ServerFault("the server sent an event this client does not know")
 
 
+def _sampling(options: Options) -> pb.Sampling:
+    return pb.Sampling(
+        temperature=options.temperature,
+        seed=options.seed,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        min_p=options.min_p,
+        presence_penalty=options.presence_penalty,
+        frequency_penalty=options.frequency_penalty,
+        repetition_penalty=options.repetition_penalty,
+        logit_bias=options.logit_bias,
+        allowed_token_ids=options.allowed_token_ids,
+        no_repeat_ngram=options.no_repeat_ngram,
+        rule=_RULES[options.rule],
+    )
+
+
 def _stopping(options: Options) -> pb.Stopping:
     return pb.Stopping(
         max_tokens=options.max_tokens,
+        min_tokens=options.min_tokens,
         stop_strings=options.stop,
         stop_token_ids=options.stop_token_ids,
         ignore_eos=options.ignore_eos,
         include_stop_str_in_output=options.include_stop,
     )
+
+
+def _structured_output(options: Options) -> pb.StructuredOutput | None:
+    """Raises ValueError if several kinds are asked for."""
+    kinds = {
+        "json_schema": options.json_schema,
+        "regex": options.regex,
+        "choice": pb.Choice(options=options.choice) if options.choice else None,
+        "grammar": options.grammar,
+        "json": pb.AnyJson() if options.any_json else None,
+    }
+    asked = {name: value for name, value in kinds.items() if value is not None}
+    if len(asked) > 1:
+        raise ValueError(f"an output cannot be of several kinds ({', '.join(asked)}); name one")
+    return pb.StructuredOutput(**asked) if asked else None  # type: ignore[arg-type]

@@ -224,7 +224,13 @@ def _served(prepared: Prepared, runtime: Runtime) -> Served:
     """What clients are told; the revision is the target's own word."""
     revision = runtime.core.targets.targets[0].hello.model_hash
     name = prepared.config.model.served_name
-    return Served(name, revision, prepared.max_context, prepared.models.tokenizer)
+    return Served(
+        name,
+        revision,
+        prepared.max_context,
+        prepared.models.tokenizer,
+        prepared.config.speculation.allow_lossy,
+    )
 
 
 async def _wait_ready(runtime: Runtime, prepared: Prepared) -> None:

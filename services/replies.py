@@ -1,10 +1,20 @@
-"""What a client is told: one request's updates as the events of its response stream."""
+"""What a client is told: the updates of its choices as the events of one response stream."""
 
 import hashlib
 from collections.abc import Iterable, Sequence
 
-from orchestrator.request import Delta, Finished, FinishReason, Refused, Request, Stats, Update
+from orchestrator.request import (
+    Delta,
+    Finished,
+    FinishReason,
+    PromptScored,
+    Refused,
+    Request,
+    Stats,
+    Update,
+)
 from protos.paceline.v1 import generation_pb2 as pb
+from protos.sampling import Sampling, Score
 from services import errors
 from services.text import open_text
 from services.translate import Served
@@ -13,69 +23,132 @@ _REASONS = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
+_RULES = {
+    "match": pb.RULE_MATCH,
+    "rejection": pb.RULE_REJECTION,
+    "sampled": pb.RULE_SAMPLED,
+    "typical": pb.RULE_TYPICAL,
+}
 
 
-class Answer:
-    """One request's events, `started` before all others; text and ids always go together."""
+class Answers:
+    """The events of one response stream: `started` before all others, then each choice's own."""
 
-    def __init__(self, request: Request, served: Served, *, keep_stop: bool) -> None:
-        self._request = request
+    def __init__(self, requests: Sequence[Request], served: Served, *, keep_stop: bool) -> None:
+        self._requests = requests
         self._served = served
-        self._text = open_text(served.tokenizer, request, keep_stop=keep_stop)
+        self._choices = [
+            _Answer(i, request, served, keep_stop=keep_stop) for i, request in enumerate(requests)
+        ]
         self._begun = False
-        self._sent_tokens = 0
 
-    def events(self, update: Update) -> list[pb.GenerateStreamResponse]:
-        """What an update becomes. Raises RequestFailed if it ends the stream with an error."""
+    def events(self, choice: int, update: Update) -> list[pb.GenerateStreamResponse]:
+        """What a choice's update becomes. Raises RequestFailed if it ends the stream."""
         if isinstance(update, Refused):
             raise errors.of_refusal(update)
-        first = [] if self._begun else [started(self._request, self._served)]
+        first = [] if self._begun else [started(self._requests, self._served)]
         self._begun = True
-        if isinstance(update, Delta):
-            return [*first, self._more(update.tokens)]
-        return [*first, *self._end(update)]
+        return [*first, *self._choices[choice].events(update)]
 
-    def _more(self, tokens: Sequence[int]) -> pb.GenerateStreamResponse:
+
+class _Answer:
+    """One choice's events; text, ids and scores always go together."""
+
+    def __init__(self, choice: int, request: Request, served: Served, *, keep_stop: bool) -> None:
+        self._choice = choice
+        self._request = request
+        self._text = open_text(served.tokenizer, request, keep_stop=keep_stop)
+        self._sent_tokens = 0
+
+    def events(self, update: Delta | PromptScored | Finished) -> list[pb.GenerateStreamResponse]:
+        match update:
+            case Delta():
+                return [self._more(update)]
+            case PromptScored():
+                return [_prompt_scores(update)]
+            case Finished():
+                return self._end(update)
+
+    def _more(self, update: Delta) -> pb.GenerateStreamResponse:
         texts = []
-        for token in tokens:
+        for token in update.tokens:
             self._text.push(token)
             texts.append(self._text.release())
-        self._sent_tokens += len(tokens)
-        return delta("".join(texts), tokens)
+        self._sent_tokens += len(update.tokens)
+        return self._delta("".join(texts), update.tokens, update.scores)
 
     def _end(self, update: Finished) -> list[pb.GenerateStreamResponse]:
         failure = errors.of_finish(update)
         if failure is not None:
             raise failure
         rest = self._text.finish()
-        last = finished(update, len(self._request.prompt), self._sent_tokens)
-        return [delta(rest, ()), last] if rest else [last]
+        last = finished(self._choice, update, len(self._request.prompt), self._sent_tokens)
+        return [self._delta(rest), last] if rest else [last]
+
+    def _delta(
+        self, text: str, tokens: Sequence[int] = (), scores: Sequence[Score] = ()
+    ) -> pb.GenerateStreamResponse:
+        told = pb.Delta(
+            text=text, token_ids=tokens, scores=map(_score, scores), choice=self._choice
+        )
+        return pb.GenerateStreamResponse(delta=told)
 
 
-def started(request: Request, served: Served) -> pb.GenerateStreamResponse:
+def started(requests: Sequence[Request], served: Served) -> pb.GenerateStreamResponse:
     """The first event: what applies, defaults filled in."""
-    sampling = request.sampling
+    first = requests[0]
     return pb.GenerateStreamResponse(
         started=pb.Started(
-            request_id=request.request_id,
+            request_id=first.request_id,
             model=served.name,
             model_revision=served.revision,
-            sampling=pb.Sampling(temperature=sampling.temperature, seed=sampling.seed),
-            rule=pb.RULE_MATCH if sampling.temperature > 0 else pb.RULE_GREEDY,
-            prompt_tokens=len(request.prompt),
-            prompt_hash=prompt_hash(request.prompt),
-            max_tokens=request.max_tokens,
+            sampling=_sampling(first.sampling),
+            rule=_rule(first.sampling),
+            prompt_tokens=len(first.prompt),
+            prompt_hash=prompt_hash(first.prompt),
+            max_tokens=first.max_tokens,
+            choice_seeds=[request.sampling.seed for request in requests],
         )
     )
 
 
-def delta(text: str, tokens: Sequence[int]) -> pb.GenerateStreamResponse:
-    """More output."""
-    return pb.GenerateStreamResponse(delta=pb.Delta(text=text, token_ids=tokens))
+def _rule(sampling: Sampling) -> pb.Rule:
+    return _RULES[sampling.rule] if sampling.temperature > 0 else pb.RULE_GREEDY
 
 
-def finished(update: Finished, prompt_tokens: int, sent_tokens: int) -> pb.GenerateStreamResponse:
-    """The last event of a completion that is complete."""
+def _sampling(sampling: Sampling) -> pb.Sampling:
+    asked = sampling.processors
+    return pb.Sampling(
+        temperature=sampling.temperature,
+        seed=sampling.seed,
+        top_k=asked.top_k,
+        top_p=asked.top_p,
+        min_p=asked.min_p,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        repetition_penalty=asked.repetition_penalty,
+        logit_bias={bias.token: bias.value for bias in asked.bias},
+        allowed_token_ids=asked.allowed,
+        no_repeat_ngram=asked.no_repeat_ngram,
+        rule=_rule(sampling),
+    )
+
+
+def _score(score: Score) -> pb.TokenScore:
+    return pb.TokenScore(
+        logprob=score.logprob, top_ids=score.best, top_logprobs=score.best_logprobs
+    )
+
+
+def _prompt_scores(update: PromptScored) -> pb.GenerateStreamResponse:
+    told = pb.PromptScores(start=update.start, scores=map(_score, update.scores))
+    return pb.GenerateStreamResponse(prompt_scores=told)
+
+
+def finished(
+    choice: int, update: Finished, prompt_tokens: int, sent_tokens: int
+) -> pb.GenerateStreamResponse:
+    """The last event of a choice that is complete."""
     return pb.GenerateStreamResponse(
         finished=pb.Finished(
             reason=_REASONS[update.reason],
@@ -87,6 +160,7 @@ def finished(update: Finished, prompt_tokens: int, sent_tokens: int) -> pb.Gener
             speculation=_speculation_stats(update.stats),
             degraded=update.stats.degraded,
             queue_s=update.stats.wait_s,
+            choice=choice,
         )
     )
 

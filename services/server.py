@@ -16,9 +16,10 @@ from orchestrator.ports import Generations
 from protos.paceline.v1 import generation_pb2 as pb
 from protos.paceline.v1 import generation_pb2_grpc as pb_grpc
 from services import errors
+from services.choices import merged
 from services.config import ServerConfig
-from services.replies import Answer
-from services.translate import Defaults, Served, request_from
+from services.replies import Answers
+from services.translate import Defaults, Served, requests_from
 
 SERVICE = pb.DESCRIPTOR.services_by_name["InferenceService"].full_name
 # Health answers SERVING under this name as long as the process runs; "" and SERVICE mean ready.
@@ -73,12 +74,12 @@ class Inference(pb_grpc.InferenceServiceServicer):
     async def _stream(self, message: pb.GenerateStreamRequest, context: Context) -> None:
         defaults = Defaults(request_id=uuid.uuid4().hex, seed=secrets.randbits(63))
         # In a thread: encoding a long prompt must not hold up the other streams.
-        request = await asyncio.to_thread(request_from, message, self._served, defaults)
+        requests = await asyncio.to_thread(requests_from, message, self._served, defaults)
         keep_stop = message.stopping.include_stop_str_in_output
-        answer = Answer(request, self._served, keep_stop=keep_stop)
-        async with aclosing(self._generations.generate(request)) as updates:
-            async for update in updates:
-                for event in answer.events(update):
+        answers = Answers(requests, self._served, keep_stop=keep_stop)
+        async with aclosing(merged([*map(self._generations.generate, requests)])) as updates:
+            async for choice, update in updates:
+                for event in answers.events(choice, update):
                     await self._write(event, context)
 
     async def _write(self, event: pb.GenerateStreamResponse, context: Context) -> None:

@@ -3,27 +3,31 @@
 Whatever is not supported is refused by name. The core trusts every Request made here.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from google.protobuf.message import Message
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from orchestrator.request import Mode, Request
-from protos.messages import Sampling
 from protos.paceline.v1 import generation_pb2 as pb
 from services.chat import ChatError
 from services.config import MAX_K
 from services.errors import InvalidRequest, ResumeRefused, UnknownModel
+from services.sampling_fields import (
+    checked_ids,
+    choice_seed,
+    choices_of,
+    processors_of,
+    sampling_of,
+    scoring_of,
+)
+from services.stopping_fields import max_tokens_of, min_tokens_of, stop_ids_of, stop_strings_of
+from services.structure import structured
 from services.text import make_stopper
 from services.tokenizer import Tokenizer
 
-MAX_TEMPERATURE = 10.0
-GREEDY_BELOW = 1e-5  # a temperature below this divides scores past float32; it is taken as 0
 MAX_ID_CHARS = 128
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256
-MAX_STOP_IDS = 256
 MAX_SALT_CHARS = 256
 ROLES = ("system", "user", "assistant")
 
@@ -43,6 +47,7 @@ class Served:
     revision: str
     max_context: int
     tokenizer: Tokenizer
+    allow_lossy: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,66 +58,92 @@ class Defaults:
     seed: int
 
 
-def request_from(message: pb.GenerateStreamRequest, served: Served, defaults: Defaults) -> Request:
-    """The checked request. Raises InvalidRequest, UnknownModel or ResumeRefused."""
+def requests_from(
+    message: pb.GenerateStreamRequest, served: Served, defaults: Defaults
+) -> tuple[Request, ...]:
+    """The checked request, one for each choice; the others begin with the first one's rows.
+
+    Raises InvalidRequest, UnknownModel or ResumeRefused.
+    """
+    first = _first_choice(message, served, defaults)
+    others = (
+        replace(
+            first,
+            request_id=f"{first.request_id}#{i}",
+            sampling=replace(first.sampling, seed=choice_seed(first.sampling.seed, i)),
+            scoring=replace(first.scoring, prompt=-1),
+            parent=first.request_id,
+        )
+        for i in range(1, choices_of(message))
+    )
+    return first, *others
+
+
+def _first_choice(message: pb.GenerateStreamRequest, served: Served, defaults: Defaults) -> Request:
     _refuse_unknown_fields(message)
-    _refuse_later_fields(message)
     _check_model(message, served)
     prompt = _prompt(message, served)
+    max_tokens = max_tokens_of(message.stopping, len(prompt), served.max_context)
+    stop_ids = stop_ids_of(message.stopping, served.tokenizer)
+    processors = processors_of(
+        message.sampling, min_tokens_of(message.stopping, max_tokens), stop_ids, served.tokenizer
+    )
+    scoring = scoring_of(message.scoring)
     request = Request(
         request_id=_request_id(message.request_id) or defaults.request_id,
         prompt=prompt,
-        max_tokens=_max_tokens(message.stopping, len(prompt), served.max_context),
-        sampling=_sampling(message.sampling, defaults.seed),
-        stop_token_ids=_stop_ids(message.stopping, served.tokenizer),
-        stop_strings=_stop_strings(message.stopping.stop_strings),
-        resumed=_ids(message.resumed_tokens, "resumed_tokens", served.tokenizer),
+        max_tokens=max_tokens,
+        sampling=sampling_of(message.sampling, defaults.seed, len(prompt), processors),
+        stop_token_ids=stop_ids,
+        stop_strings=stop_strings_of(message.stopping.stop_strings),
+        resumed=checked_ids(message.resumed_tokens, "resumed_tokens", served.tokenizer),
         mode=_mode(message.speculation),
         k=_k(message.speculation),
         cache_salt=_salt(message.prefix_cache.cache_salt),
-        prefix_cache=not message.prefix_cache.bypass,
+        # Rows that are found are not computed, and so have no logits to score the prompt by.
+        prefix_cache=not message.prefix_cache.bypass and scoring.prompt < 0,
+        scoring=scoring,
     )
+    _check_rule(request, served)
     if request.resumed:
         _check_resumed(message, request, served.tokenizer)
-    return request
+    return structured(request, message, served.tokenizer)
+
+
+def _check_rule(request: Request, served: Served) -> None:
+    rule = request.sampling.rule
+    if rule == "typical" and not served.allow_lossy:
+        raise InvalidRequest(
+            "sampling.rule",
+            "typical is not the target's distribution, and this server does not allow it "
+            "(speculation.allow_lossy)",
+        )
+    if rule != "match" and request.resumed:
+        raise ResumeRefused(
+            f"under rule {rule} tokens depend on the guesses, so that no stream can go on from "
+            "them; start anew, or use rule match"
+        )
 
 
 def _refuse_unknown_fields(message: pb.GenerateStreamRequest) -> None:
     """A newer client may set fields that mean something; ignoring them would change its answer."""
-    parts: dict[str, Message] = {
-        "": message,
-        "sampling": message.sampling,
-        "stopping": message.stopping,
-        "speculation": message.speculation,
-        "prefix_cache": message.prefix_cache,
-        "token_ids": message.token_ids,
-        "chat": message.chat,
-    }
-    parts |= {f"chat.messages[{i}]": each for i, each in enumerate(message.chat.messages)}
-    for path, part in parts.items():
+    for path, part in _parts(message):
         unknown = UnknownFieldSet(part)
         if len(unknown) > 0:
             problem = f"has a field number {unknown[0].field_number} that this server does not know"
             raise InvalidRequest(path, problem if path else f"the request {problem}")
 
 
-def _refuse_later_fields(message: pb.GenerateStreamRequest) -> None:
-    sampling = message.sampling
-    neutral = {
-        "sampling.top_k": sampling.top_k in (0, -1),
-        "sampling.top_p": sampling.top_p == 1 or not sampling.HasField("top_p"),
-        "sampling.min_p": sampling.min_p == 0,
-        "sampling.presence_penalty": sampling.presence_penalty == 0,
-        "sampling.frequency_penalty": sampling.frequency_penalty == 0,
-        "sampling.repetition_penalty": sampling.repetition_penalty == 1
-        or not sampling.HasField("repetition_penalty"),
-        "sampling.logit_bias": not sampling.logit_bias,
-        "sampling.allowed_token_ids": not sampling.allowed_token_ids,
-        "stopping.min_tokens": message.stopping.min_tokens == 0,
-    }
-    for field, is_neutral in neutral.items():
-        if not is_neutral:
-            raise InvalidRequest(field, "is not supported yet; leave it unset")
+def _parts(message: Message, path: str = "") -> Iterator[tuple[str, Message]]:
+    """A message and all that are set within it, with their paths."""
+    yield path, message
+    below = f"{path}." if path else ""
+    for field, value in message.ListFields():
+        if isinstance(value, Message):
+            yield from _parts(value, below + field.name)
+        elif field.message_type is not None and not field.message_type.GetOptions().map_entry:
+            for i, each in enumerate(value):
+                yield from _parts(each, f"{below}{field.name}[{i}]")
 
 
 def _check_model(message: pb.GenerateStreamRequest, served: Served) -> None:
@@ -137,7 +168,7 @@ def _prompt(message: pb.GenerateStreamRequest, served: Served) -> tuple[int, ...
             field, prompt = "text", _encode_text(message.text, served)
         case "token_ids":
             field = "token_ids.ids"
-            prompt = _ids(message.token_ids.ids, field, served.tokenizer)
+            prompt = checked_ids(message.token_ids.ids, field, served.tokenizer)
         case "chat":
             field, prompt = "chat.messages", _encode_chat(message.chat, served)
         case _:
@@ -181,66 +212,6 @@ def _check_size(text: str, field: str, served: Served) -> None:
             field,
             f"has {size} bytes; the context of {served.max_context} tokens holds at most {most}",
         )
-
-
-def _ids(ids: Iterable[int], field: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    checked = tuple(ids)
-    for i, id in enumerate(checked):
-        if not 0 <= id < tokenizer.vocab_size:
-            raise InvalidRequest(
-                f"{field}[{i}]", f"is {id}; token ids go from 0 to {tokenizer.vocab_size - 1}"
-            )
-    return checked
-
-
-def _max_tokens(stopping: pb.Stopping, prompt_tokens: int, max_context: int) -> int:
-    room = max_context - prompt_tokens
-    if not stopping.HasField("max_tokens"):
-        return room
-    asked, field = stopping.max_tokens, "stopping.max_tokens"
-    if asked == 0:
-        raise InvalidRequest(field, "of 0 (scoring a prompt) is not supported yet; ask for 1")
-    if asked < 0:
-        raise InvalidRequest(field, f"must be at least 1, is {asked}")
-    if asked > room:
-        raise InvalidRequest(
-            field,
-            f"is {asked}; after a prompt of {prompt_tokens} tokens the context of {max_context} "
-            f"has room for {room}",
-        )
-    return asked
-
-
-def _sampling(sampling: pb.Sampling, seed: int) -> Sampling:
-    temperature = sampling.temperature
-    if not 0 <= temperature <= MAX_TEMPERATURE:
-        raise InvalidRequest(
-            "sampling.temperature", f"must be in [0, {MAX_TEMPERATURE:g}], is {temperature}"
-        )
-    if sampling.seed < 0:
-        raise InvalidRequest("sampling.seed", f"must be in [0, 2^63), is {sampling.seed}")
-    return Sampling(
-        temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
-        seed=sampling.seed if sampling.HasField("seed") else seed,
-    )
-
-
-def _stop_ids(stopping: pb.Stopping, tokenizer: Tokenizer) -> tuple[int, ...]:
-    field = "stopping.stop_token_ids"
-    if len(stopping.stop_token_ids) > MAX_STOP_IDS:
-        raise InvalidRequest(field, f"may have at most {MAX_STOP_IDS} entries")
-    ids = _ids(stopping.stop_token_ids, field, tokenizer)
-    return tuple(sorted({*ids, *(() if stopping.ignore_eos else tokenizer.eos_ids)}))
-
-
-def _stop_strings(strings: Sequence[str]) -> tuple[str, ...]:
-    field = "stopping.stop_strings"
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidRequest(field, f"may have at most {MAX_STOP_STRINGS} entries")
-    for i, string in enumerate(strings):
-        if not 0 < len(string) <= MAX_STOP_CHARS:
-            raise InvalidRequest(f"{field}[{i}]", f"must have 1 to {MAX_STOP_CHARS} characters")
-    return tuple(strings)
 
 
 def _mode(speculation: pb.Speculation) -> Mode | None:

@@ -23,6 +23,7 @@ from protos.messages import (
     Join,
     Joined,
     Message,
+    PromptScores,
     Step,
     StepClose,
     StepOpen,
@@ -31,10 +32,12 @@ from protos.messages import (
 )
 from protos.worker import ProtocolError
 from target_workers.acceptance import depths, tree_error
+from target_workers.drawn import Drawn
+from target_workers.model.chooser import Choosers
 from target_workers.pages import Pages, Slots
 from target_workers.peers import ALONE, Peers
 from target_workers.prefix_cache import Prefix
-from target_workers.runner import Drawn, Forward, Job, Runner
+from target_workers.runner import Forward, Job, Runner
 from target_workers.sequence import Sequence
 
 
@@ -45,15 +48,15 @@ class TargetEngine:
         self,
         hello: Hello,
         forward: Forward,
-        set_cores: Callable[[int], None],
+        choosers: Choosers,
         clock: Callable[[], float] = time.perf_counter,
         peers: Peers = ALONE,
     ) -> None:
         self._hello = hello
         self._forward = forward
-        self._set_cores = set_cores
         self._clock = clock
         self._peers = peers
+        self._choosers = choosers
         self._counts: Tally[str] = Tally()
         self._runner = Runner(forward, self._counts)
         self._cores = 0
@@ -100,7 +103,7 @@ class TargetEngine:
         fitting = [extend for extend in sound if not errors[extend.seq]]
         started = self._clock()
         self._peers.agree(step.step, step.row_hash, len(fitting), self._pages.free)
-        verdicts = self._compute(fitting)
+        verdicts, prompts = self._compute(fitting)
         self._rested = self._clock()
         verdicts |= {e.seq: _failed(e, errors[e.seq]) for e in step.extends if errors[e.seq]}
         self._counts.update(steps=1, errors=sum(bool(v.error) for v in verdicts.values()))
@@ -113,6 +116,7 @@ class TargetEngine:
             self._pages.free,
             forward_s=self._rested - started,
             idle_s=idle_s,
+            prompts=prompts,
         )
 
     def _check(self, step: Step) -> None:
@@ -128,7 +132,7 @@ class TargetEngine:
             raise ProtocolError(f"step {step.step}: {rows} rows, {self._hello.max_rows} allowed")
         self._last_step = step.step
         if step.cores > 0 and step.cores != self._cores:
-            self._set_cores(step.cores)
+            self._forward.set_cores(step.cores)
             self._cores = step.cores
 
     def _open(self, opened: StepOpen, *, is_alone: bool) -> int:
@@ -138,7 +142,8 @@ class TargetEngine:
             raise ProtocolError(f"sequence {opened.seq} is open already")
         size = self._hello.page_size
         prefix = Prefix(opened.cache_salt, size) if opened.prefix_cache else None
-        seq = Sequence(opened.sampling, list(opened.tokens), prefix)
+        chooser = self._choosers.open(opened.sampling, opened.tokens, opened.scoring)
+        seq = Sequence(chooser, list(opened.tokens), prefix)
         self._sequences[opened.seq] = seq
         keys = seq.wanted_keys() if is_alone else ()
         seq.cached = self._pages.open(opened.seq, keys) * size
@@ -177,7 +182,8 @@ class TargetEngine:
         if seq is None:
             return "the sequence is not open"
         return (
-            seq.keep_error(extend.keep)
+            seq.chooser.error
+            or seq.keep_error(extend.keep)
             or seq.tokens_error(extend)
             or tree_error(extend.nodes)
             or self._limit_error(extend)
@@ -216,13 +222,16 @@ class TargetEngine:
             return ""
         return f"out of pages: {rows} rows do not fit, {self._pages.free} pages are free"
 
-    def _compute(self, extends: Items[Extend]) -> dict[int, Verdict]:
-        """Verdicts of those Extends that reach the end of the committed tokens, or fail."""
+    def _compute(
+        self, extends: Items[Extend]
+    ) -> tuple[dict[int, Verdict], tuple[PromptScores, ...]]:
+        """Verdicts of those Extends that reach the end of the committed tokens, or fail; scores."""
         jobs = []
         for extend in extends:
             seq = self._sequences[extend.seq]
-            decides = seq.sampling if seq.extend(extend) else None
-            jobs.append(Job(extend, self._pages.slots(extend.seq), decides))
+            decides = seq.chooser if seq.extend(extend) else None
+            slots, best = self._pages.slots(extend.seq), seq.chooser.scoring.prompt
+            jobs.append(Job(extend, slots, decides, seq.unscored(extend), best))
         drawn = self._runner.run(jobs) if jobs else []
         verdicts = {
             job.extend.seq: self._decide(job.extend, result)
@@ -231,7 +240,9 @@ class TargetEngine:
         }
         for extend in extends:
             self._share(extend.seq)
-        return verdicts
+        scored = zip(extends, drawn, strict=True)
+        prompts = (PromptScores(e.seq, e.start + 1, d.prompt) for e, d in scored if d.prompt)
+        return verdicts, tuple(prompts)
 
     def _decide(self, extend: Extend, drawn: Drawn) -> Verdict:
         """Commit what one Extend led to."""
@@ -242,7 +253,7 @@ class TargetEngine:
         seq.commit(drawn.walk, drawn.next_token)
         self._counts.update(verdicts=1, nodes=len(extend.nodes), accepted=len(drawn.walk))
         end = extend.start + len(extend.tokens)
-        return Verdict(extend.seq, end, drawn.walk, drawn.next_token)
+        return Verdict(extend.seq, end, drawn.walk, drawn.next_token, drawn.scores)
 
     def _audit(self, audit: Audit) -> AuditReply:
         self._pages.check()

@@ -94,7 +94,11 @@ class Group:
                 raise self.broken(f"rank {peer} is at {layout.unpack(theirs)}, {mine}")
 
     def answered(self, stepped: Stepped) -> None:
-        untimed = replace(stepped, forward_s=0.0, idle_s=0.0)
+        # Only the first rank knows how sure it was, and why it failed.
+        verdicts = tuple(
+            replace(v, scores=(), error="error" * bool(v.error)) for v in stepped.verdicts
+        )
+        untimed = replace(stepped, verdicts=verdicts, prompts=(), forward_s=0.0, idle_s=0.0)
         self._history = zlib.crc32(encode(untimed), self._history)
 
     def broken(self, cause: str) -> GroupBroken:

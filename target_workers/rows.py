@@ -4,32 +4,67 @@ A run is consecutive positions of one path. A chain is one run with the tokens i
 side branch of a tree is a run of its own that sees the rows of its ancestors.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from protos.messages import Extend, Sampling, TreeNode
+from protos.messages import Extend, TreeNode
 from target_workers.acceptance import depths
+from target_workers.model.chooser import Chooser
 from target_workers.model.run import Run
 from target_workers.pages import Slots
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Rows that decide an Extend's tokens: draw `first` after the root, then one for each node."""
+
+    extend: Extend
+    chooser: Chooser
+    first: int
+
+    @property
+    def end(self) -> int:
+        """The position of the token drawn at the root."""
+        return self.extend.start + len(self.extend.tokens)
+
+    @property
+    def draws(self) -> range:
+        """The places of its rows among all draws."""
+        return range(self.first, self.first + 1 + len(self.extend.nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRows:
+    """Rows from `first` on which say how likely the prompt's `tokens` were, one each."""
+
+    first: int
+    tokens: tuple[int, ...]
+    best: int
+
+    @property
+    def rows(self) -> slice:
+        """Of the batch."""
+        return slice(self.first, self.first + len(self.tokens))
+
+    def pieces(self, size: int) -> Iterator["PromptRows"]:
+        """The same in parts of so many rows at most."""
+        for at in range(0, len(self.tokens), size):
+            yield PromptRows(self.first + at, self.tokens[at : at + size], self.best)
+
+
 @dataclass(slots=True)
 class Draws:
-    """The rows whose logits decide a token, by column; `positions` are of the tokens drawn."""
+    """What is asked of a forward: rows whose logits decide a token, and rows of prompts to score.
+
+    `positions` are of the tokens drawn.
+    """
 
     rows: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
-    temperatures: list[float] = field(default_factory=list)
-    seeds: list[int] = field(default_factory=list)
-
-    def add(self, row: int, position: int, sampling: Sampling) -> None:
-        """One more row of the batch."""
-        self.rows.append(row)
-        self.positions.append(position)
-        self.temperatures.append(sampling.temperature)
-        self.seeds.append(sampling.seed)
+    blocks: list[Block] = field(default_factory=list)
+    prompts: list[PromptRows] = field(default_factory=list)
 
 
 class Layout:
@@ -40,20 +75,23 @@ class Layout:
         self.draws = Draws()
         self.num_rows = 0
 
-    def add(self, extend: Extend, slots: Slots, decides: Sampling | None) -> range:
-        """Lay an Extend out; its draws: after the root, then after each node, if it `decides`.
+    def add(self, extend: Extend, slots: Slots, decides: Chooser | None) -> None:
+        """Lay an Extend out, and a block of draws if it `decides` tokens.
 
         `slots` has the slot of every row of the sequence; node i is row `end + i`.
         """
         end = extend.start + len(extend.tokens)
-        first = len(self.draws.rows)
         root = self.num_rows + len(extend.tokens) - 1
         rows = self._add_runs(extend, slots)
-        if decides is not None:
-            self.draws.add(root, end, decides)
-            for row, depth in zip(rows, depths(extend.nodes), strict=True):
-                self.draws.add(row, end + depth + 1, decides)
-        return range(first, len(self.draws.rows))
+        if decides is None:
+            return
+        self.draws.blocks.append(Block(extend, decides, len(self.draws.rows)))
+        self.draws.rows += (root, *rows)
+        self.draws.positions += (end, *(end + depth + 1 for depth in depths(extend.nodes)))
+
+    def score(self, tokens: tuple[int, ...], best: int) -> None:
+        """Ask how likely these tokens were after the rows of the Extend that is laid out next."""
+        self.draws.prompts.append(PromptRows(self.num_rows, tokens, best))
 
     def _add_runs(self, extend: Extend, slots: Slots) -> list[int]:
         end = extend.start + len(extend.tokens)

@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from protos.messages import Extend, Sampling
+from protos.messages import Extend
 from protos.worker import GroupBroken
-from target_workers.acceptance import walk
+from target_workers.drawn import Decided, Drawn
+from target_workers.model.chooser import Chooser
 from target_workers.model.run import Run
 from target_workers.pages import Slots
 from target_workers.rows import Draws, Layout
@@ -26,31 +27,30 @@ class Forward(Protocol):
     def move(self, source: Slots, target: Slots) -> None:
         """Copy rows between slots: all are read before one is written."""
 
-    def choose(self, runs: Sequence[Run], draws: Draws) -> tuple[list[int], list[bool]]:
-        """Compute all runs in one forward; per draw its token, and if the logits are finite."""
+    def set_cores(self, count: int) -> None:
+        """Compute with so many threads from now on, if that changes no bits."""
+
+    def decide(self, runs: Sequence[Run], draws: Draws) -> Decided:
+        """Compute all runs in one forward; what each block and each prompt of the draws gives."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """An Extend, the slot of every row of its sequence, and how its token is drawn, if one is."""
+    """An Extend, the slot of every row of its sequence, and how its token is chosen, if one is.
+
+    `prompt` are the tokens after its rows that are to be scored, with the `best` at their places.
+    """
 
     extend: Extend
     slots: Slots
-    decides: Sampling | None
+    decides: Chooser | None
+    prompt: tuple[int, ...] = ()
+    best: int = 0
 
     @property
     def bare(self) -> "Job":
         """The same without guesses."""
-        return replace(self, extend=replace(self.extend, nodes=()))
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """The nodes that stand and the target's own token after them, or why there is none."""
-
-    walk: tuple[int, ...] = ()
-    next_token: int = -1
-    error: str = ""
+        return replace(self, extend=replace(self.extend, nodes=(), dists=()))
 
 
 class Runner:
@@ -90,22 +90,17 @@ class Runner:
 
     def _together(self, jobs: Sequence[Job]) -> list[Drawn]:
         layout = Layout()
-        parts = [layout.add(job.extend, job.slots, job.decides) for job in jobs]
-        tokens, finite = self._forward.choose(layout.runs, layout.draws)
+        for job in jobs:
+            if job.prompt:
+                layout.score(job.prompt, job.best)
+            layout.add(job.extend, job.slots, job.decides)
+        decided = self._forward.decide(layout.runs, layout.draws)
         self._counts.update(forwards=1, rows=layout.num_rows, runs=len(layout.runs))
+        drawn, prompts = iter(decided.drawn), iter(decided.prompts)
         return [
-            _drawn(job.extend, tokens[part.start : part.stop], finite[part.start : part.stop])
-            for job, part in zip(jobs, parts, strict=True)
+            replace(
+                Drawn() if job.decides is None else next(drawn),
+                prompt=next(prompts) if job.prompt else (),
+            )
+            for job in jobs
         ]
-
-
-def _drawn(extend: Extend, chosen: Sequence[int], finite: Sequence[bool]) -> Drawn:
-    if not chosen:
-        return Drawn()
-    path, next_token = walk(extend.nodes, chosen)
-    # Only what lies on the path counts: what a guess off it gives is nobody's token.
-    for depth, i in enumerate((-1, *path)):
-        if not finite[1 + i]:
-            position = extend.start + len(extend.tokens) - 1 + depth
-            return Drawn(error=f"the logits at position {position} are not finite")
-    return Drawn(path, next_token)

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
-from protos.messages import Extend, Sampling, TreeNode
+from protos.messages import Extend, TreeNode
 from target_workers.acceptance import is_path
+from target_workers.model.chooser import Chooser
 from target_workers.prefix_cache import Prefix
 
 
@@ -18,7 +19,7 @@ class Sequence:
     parent; from one that is not `sound` nobody takes anything.
     """
 
-    sampling: Sampling
+    chooser: Chooser
     tokens: list[int]
     prefix: Prefix | None = None
     cached: int = 0
@@ -76,7 +77,16 @@ class Sequence:
         self.nodes = extend.nodes
         return self.cached == len(self.tokens)
 
+    def unscored(self, extend: Extend) -> tuple[int, ...]:
+        """The prompt tokens after the rows of an Extend, if they are to be scored."""
+        if self.chooser.scoring.prompt < 0:
+            return ()
+        end = extend.start + len(extend.tokens)
+        last = min(end + 1, self.chooser.sampling.prompt_tokens)
+        return tuple(self.tokens[extend.start + 1 : last])
+
     def commit(self, walk: Items[int], next_token: int) -> None:
         """Append what the last nodes led to."""
-        self.tokens.extend(self.nodes[i].token for i in walk)
-        self.tokens.append(next_token)
+        tokens = [*(self.nodes[i].token for i in walk), next_token]
+        self.tokens.extend(tokens)
+        self.chooser.commit(tokens)

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from protos.messages import GREEDY, Extend, Sampling, StepClose, StepOpen, Stepped, Verdict
+from protos.messages import Extend, StepClose, StepOpen, Stepped, Verdict
+from protos.sampling import GREEDY, Sampling
 from target_workers.engine import TargetEngine
 from tests.duo import audit, step
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from protos.codec import row_hash
 from protos.draft_tree import DraftTree, Ids, Node
 from protos.messages import (
-    GREEDY,
     Advance,
     Audit,
     AuditReply,
@@ -15,7 +14,6 @@ from protos.messages import (
     Grow,
     Message,
     Open,
-    Sampling,
     Step,
     StepClose,
     StepOpen,
@@ -23,6 +21,7 @@ from protos.messages import (
     TreeNode,
     Verdict,
 )
+from protos.sampling import GREEDY, Sampling
 from protos.worker import Engine
 
 SOURCE = "drafter"

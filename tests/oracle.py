@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from protos.messages import Sampling
+from protos.sampling import Sampling
 from target_workers.model.decoder import Decoder
 from target_workers.model.noise import as_int64, gumbel
 from tests.tiny_engines import prefill

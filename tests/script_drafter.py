@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from drafter_workers.config import GrowthConfig
 from drafter_workers.engine import DraftEngine
 from drafter_workers.proposer import Candidate, Expand, Proposer
-from protos.messages import Sampling
+from protos.sampling import Sampling
 from tests.script_lm import ScriptLM, Shape
 
 CHAINS = GrowthConfig()

@@ -8,11 +8,14 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from protos.messages import GREEDY, PROTOCOL, Hello, Sampling
+from protos.messages import PROTOCOL, Hello
+from protos.sampling import GREEDY, Sampling
+from target_workers.drawn import Decided, Drawn, by_match
 from target_workers.engine import TargetEngine
+from target_workers.model.chooser import Choosers
 from target_workers.model.run import Run
 from target_workers.pages import Slots
-from target_workers.rows import Draws
+from target_workers.rows import Block, Draws
 from target_workers.runner import Forward
 
 _MASK = 2**64 - 1
@@ -122,18 +125,27 @@ class ScriptForward:
         for slot, row in zip(target.tolist(), rows, strict=True):
             self._rows[slot] = row
 
-    def choose(self, runs: Sequence[Run], draws: Draws) -> tuple[list[int], list[bool]]:
+    def set_cores(self, count: int) -> None:
+        return
+
+    def decide(self, runs: Sequence[Run], draws: Draws) -> Decided:
         paths = [path for run in runs for path in self._write(run)]
         sound = [self._broken.isdisjoint(run.tokens.tolist()) for run in runs for _ in run.tokens]
+        return Decided([self._drawn(block, draws, paths, sound) for block in draws.blocks])
+
+    def _drawn(
+        self,
+        block: Block,
+        draws: Draws,
+        paths: Sequence[tuple[tuple[int, ...], bool]],
+        sound: Sequence[bool],
+    ) -> Drawn:
         tokens: list[int] = []
-        finite: list[bool] = []
-        for i, row in enumerate(draws.rows):
-            path, intact = paths[row]
-            sampling = Sampling(draws.temperatures[i], draws.seeds[i])
-            token = self._lm.ranked(path, sampling, draws.positions[i])[0]
+        for i in block.draws:
+            path, intact = paths[draws.rows[i]]
+            token = self._lm.ranked(path, block.chooser.sampling, draws.positions[i])[0]
             tokens.append(token if intact else (token + 1) % self._lm.vocab)
-            finite.append(sound[row])
-        return tokens, finite
+        return by_match(block, tokens, [sound[draws.rows[i]] for i in block.draws])
 
     def _held(self, slots: list[int]) -> list[Row | None]:
         return [self._rows[slot] for slot in slots]
@@ -202,4 +214,4 @@ def script_target(
 ) -> TargetEngine:
     """The real target engine over a scripted model."""
     model = forward(lm, shape.num_slots, broken)
-    return TargetEngine(shape.hello("target", lm), model, lambda _cores: None, lambda: 0.0)
+    return TargetEngine(shape.hello("target", lm), model, Choosers(lm.vocab), lambda: 0.0)

@@ -15,7 +15,7 @@ ALLOWED = {
     "services": {"orchestrator", "protos"},
     "target_workers": {"protos"},
     "drafter_workers": {"target_workers.model", "protos"},
-    "target_workers.model": set(),
+    "target_workers.model": {"protos.sampling", "protos.pieces", "protos.grammar"},
 }
 # Where all packages come together: serving, and making drafters.
 COMPOSITION_ROOTS = {

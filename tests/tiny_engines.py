@@ -10,10 +10,12 @@ from torch import Tensor
 from drafter_workers.config import DrafterConfig, GrowthConfig
 from drafter_workers.engine import DraftEngine
 from drafter_workers.methods.small_model import SmallModel
-from protos.messages import PROTOCOL, Hello, Sampling
+from protos.messages import PROTOCOL, Hello
+from protos.sampling import Sampling
 from target_workers.engine import TargetEngine
-from target_workers.forward import DecoderForward
+from target_workers.forward import DecoderForward, Loaded
 from target_workers.model.batch import build_batch
+from target_workers.model.chooser import Choosers
 from target_workers.model.decoder import Decoder
 from target_workers.model.kv_cache import KVCache
 from target_workers.model.run import IntArray, Run
@@ -60,7 +62,7 @@ def make_target(
     dtype = kv or decoder.dtype
     cache = KVCache(decoder.config, page_size * num_pages, dtype, feature_size=feature_size)
     hello = Hello(PROTOCOL, "target", 1, "", "", VOCAB, 1000, page_size, num_pages, 512)
-    engine = TargetEngine(hello, DecoderForward(decoder, cache, VOCAB), lambda _: None)
+    engine = TargetEngine(hello, DecoderForward(Loaded(decoder, cache), VOCAB), Choosers(VOCAB))
     return Target(engine, decoder, cache)
 
 

@@ -4,9 +4,8 @@ A row keeps its slot for life: the rows of walked nodes become committed rows wh
 that nothing is moved and nothing computed twice.
 """
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -15,18 +14,16 @@ from torch import Tensor
 
 from drafter_workers.config import DrafterConfig
 from drafter_workers.proposer import Candidate, Expand
+from drafter_workers.ranking import Place, Ranking
 from drafter_workers.student import read_borrowed
-from protos.messages import Sampling
+from protos.sampling import Sampling
 from target_workers.model.batch import build_batch
+from target_workers.model.chooser import Chooser, Choosers, Grammars, grammars_of
 from target_workers.model.decoder import Decoder
 from target_workers.model.kv_cache import KVCache
 from target_workers.model.loading import DTYPES, Part, load_decoder
-from target_workers.model.noise import as_int64
+from target_workers.model.processors import Context
 from target_workers.model.run import IntArray, Run
-from target_workers.model.sampling import Ranked, top_perturbed, top_tokens
-
-# Until calibrated: how often the best token under shared noise is the target's too.
-NOISE_CHANCE = 0.75
 
 
 @dataclass(slots=True)
@@ -46,7 +43,7 @@ class _Sequence:
     """
 
     tokens: list[int]
-    sampling: Sampling
+    chooser: Chooser
     slots: IntArray
     computed: int = 0
     nodes: dict[int, _Node] = field(default_factory=dict)
@@ -73,13 +70,14 @@ class SmallModel:
         cache: KVCache,
         config: DrafterConfig,
         ids: Tensor | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.max_context = min(config.max_context, decoder.config.max_context)
         self.max_rows = config.max_rows
-        own = decoder.config.vocab_size
-        self.vocab_size = min(config.vocab_size or own, own)
-        self._ids = None if ids is None else ids[ids < self.vocab_size]
-        self._by_noise = config.rank == "noise"
+        self.vocab_size = _shared_ids(config, decoder)
+        shared = None if ids is None else ids[ids < self.vocab_size]
+        self._ranking = Ranking(self.vocab_size, shared, config.rank == "noise")
+        self._choosers = Choosers(self.vocab_size, grammars)
         self._decoder = decoder
         self._cache = cache
         self._free = list(range(cache.num_slots))
@@ -87,7 +85,8 @@ class SmallModel:
 
     def open(self, seq: int, tokens: Sequence[int], sampling: Sampling) -> None:
         slots = np.empty(self.max_context, np.int64)
-        self._sequences[seq] = _Sequence(list(tokens), sampling, slots)
+        chooser = self._choosers.open(sampling, tokens)
+        self._sequences[seq] = _Sequence(list(tokens), chooser, slots)
 
     def name(self, seq: int, parent: int, id_: int, token: int) -> None:
         self._sequences[seq].nodes[id_] = _Node(parent, token)
@@ -101,6 +100,7 @@ class SmallModel:
                 state.slots[state.computed] = node.slot
                 state.computed += 1
         state.tokens.extend(tokens)
+        state.chooser.commit(tokens)
         root = walked[-1] if len(walked) == len(tokens) else None
         state.nodes = _below(root, state.nodes)
         gone = before.keys() - state.nodes.keys() - set(walked)
@@ -122,11 +122,8 @@ class SmallModel:
         hidden = self._decoder.hidden(build_batch(runs), self._cache)  # [rows, hidden]
         last = np.cumsum([len(run.tokens) for run in runs]) - 1
         logits = self._decoder.logits(hidden[torch.from_numpy(last)])  # [batch, vocab]
-        samplings = [self._sequences[expand.seq].sampling for expand in batch]
-        known = self.vocab_size if self._ids is None else len(self._ids)
-        ranked = self._rank(logits[:, :known], samplings, [run.end for run in runs], width)
-        by_noise = [self._by_noise and s.temperature > 0 for s in samplings]
-        return [_candidates(*row) for row in zip(*_lists(ranked), by_noise, strict=True)]
+        places = [self._place(e, run.end) for e, run in zip(batch, runs, strict=True)]
+        return self._ranking.candidates(logits, places, width)
 
     def rows_held(self, seq: int) -> tuple[int, int]:
         state = self._sequences[seq]
@@ -151,6 +148,13 @@ class SmallModel:
         node.slot = int(slots[0])
         return Run(np.array([node.token]), len(history), slots, history)
 
+    def _place(self, expand: Expand, position: int) -> Place:
+        state = self._sequences[expand.seq]
+        history, context = state.chooser.history, None
+        if history is not None:
+            context = Context(history, tuple(state.nodes[id_].token for id_ in expand.path))
+        return Place(position, state.chooser.sampling, context)
+
     def _commit(self, state: _Sequence, rows: int) -> Run:
         """The next committed rows, which take their slots."""
         start, end = state.computed, state.computed + rows
@@ -164,25 +168,6 @@ class SmallModel:
         taken = self._free[-count:]
         del self._free[-count:]
         return np.array(taken, np.int64)
-
-    def _rank(
-        self, logits: Tensor, samplings: list[Sampling], positions: list[int], width: int
-    ) -> Ranked:
-        temperatures = torch.tensor([s.temperature for s in samplings], dtype=torch.float64)
-        if not self._by_noise or not bool(temperatures.any()):
-            ranked = top_tokens(logits, temperatures, width)
-            return ranked if self._ids is None else replace(ranked, tokens=self._ids[ranked.tokens])
-        seeds = as_int64(s.seed for s in samplings)
-        whole = self._whole(logits)  # the noise is that of the target's ids
-        return top_perturbed(whole, temperatures, seeds, torch.tensor(positions), width)
-
-    def _whole(self, logits: Tensor) -> Tensor:
-        """Over the target's ids [n, vocab], without those that are not known."""
-        if self._ids is None:
-            return logits
-        return logits.new_full((len(logits), self.vocab_size), -math.inf).index_copy_(
-            1, self._ids, logits
-        )
 
 
 def build(config: DrafterConfig) -> SmallModel:
@@ -199,7 +184,14 @@ def build(config: DrafterConfig) -> SmallModel:
     decoder.compile(dtype)
     cache = KVCache(decoder.config, config.num_slots, dtype, config.device)
     ids = None if borrowed is None or borrowed.ids is None else torch.tensor(borrowed.ids)
-    return SmallModel(decoder, cache, config, ids)
+    grammars = grammars_of(Path(config.lender or config.path), _shared_ids(config, decoder))
+    return SmallModel(decoder, cache, config, ids, grammars)
+
+
+def _shared_ids(config: DrafterConfig, decoder: Decoder) -> int:
+    """How many of the first ids it has in common with the target."""
+    own = decoder.config.vocab_size
+    return min(config.vocab_size or own, own)
 
 
 def _below(root: int | None, nodes: dict[int, _Node]) -> dict[int, _Node]:
@@ -209,21 +201,3 @@ def _below(root: int | None, nodes: dict[int, _Node]) -> dict[int, _Node]:
         if node.parent == root or node.parent in found:
             found[id_] = node
     return found
-
-
-def _lists(ranked: Ranked) -> tuple[list[list[int]], list[list[float]]]:
-    return ranked.tokens.tolist(), ranked.log_probs.tolist()
-
-
-def _candidates(tokens: list[int], log_probs: list[float], by_noise: bool) -> tuple[Candidate, ...]:
-    """Of a row whose logits are not finite, none."""
-    return tuple(
-        Candidate(token, log_prob, _noise_belief(rank) if by_noise else None)
-        for rank, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True))
-        if math.isfinite(log_prob)
-    )
-
-
-def _noise_belief(rank: int) -> float:
-    """Each candidate, best first, stands with NOISE_CHANCE of what those before it left."""
-    return math.log(NOISE_CHANCE) + rank * math.log1p(-NOISE_CHANCE)

@@ -15,6 +15,8 @@ MIX_2 = 0x94D049BB133111EB - (1 << 64)
 UNIT = 2.0**-52
 TILE_HASHES = 16384  # computed at once: they stay in cache and below the page-fault limit
 COARSE = 1 << 33  # what the last step of the mix can change
+# Other uses than choosing the target's tokens under rule `match`: each has noise of its own.
+ACCEPTING, FINISHING, DRAFTING = -1, -2, -3
 
 
 def as_int64(seeds: Iterable[int]) -> Tensor:
@@ -25,6 +27,11 @@ def as_int64(seeds: Iterable[int]) -> Tensor:
 def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
     """The key of each (seed, position), int64 of their broadcast shape."""
     return _mix(_mix(seeds + WEYL) + positions * WEYL)
+
+
+def seeds_for(use: int, seeds: Tensor) -> Tensor:
+    """The seeds of another use; no position is negative, so they are the key of none."""
+    return row_keys(seeds, torch.tensor(use))
 
 
 def hashes(keys: Tensor, ids: Tensor) -> Tensor:
@@ -64,9 +71,13 @@ def hash_bound(noise: Tensor) -> Tensor:
 
 
 def gumbel_of(hashed: Tensor) -> Tensor:
-    """Noise -log(-log(u)) that grows with the hash; u = (hash / 2^12 + 2^51 + 1/2) / 2^52."""
-    uniform = ((hashed >> 12).double() + (2.0**51 + 0.5)) * UNIT
-    return -torch.log(-torch.log(uniform))
+    """Noise -log(-log(u)) that grows with the hash."""
+    return -torch.log(-torch.log(uniform_of(hashed)))
+
+
+def uniform_of(hashed: Tensor) -> Tensor:
+    """u = (hash / 2^12 + 2^51 + 1/2) / 2^52 in float64: never 0, never 1."""
+    return ((hashed >> 12).double() + (2.0**51 + 0.5)) * UNIT
 
 
 def _mix(z: Tensor) -> Tensor:

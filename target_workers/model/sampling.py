@@ -67,7 +67,8 @@ def top_tokens(logits: Tensor, temperatures: Tensor, count: int) -> Ranked:
     values, tokens = logits.topk(min(count + 1, vocab))
     last = values[:, count - 1]
     tokens = _sort_rows(values, tokens)[:, :count]
-    tied = (last == values[:, -1]).nonzero()[:, 0] if count < vocab else last.new_empty(0)
+    is_tied = (last == values[:, -1]) & last.isfinite()  # of what cannot be, any will do
+    tied = is_tied.nonzero()[:, 0] if count < vocab else last.new_empty(0)
     if len(tied):  # topk takes any of those that tie for the last place
         row, ids = (logits[tied] >= last[tied, None]).nonzero(as_tuple=True)
         tokens[tied] = _first_of_rows(row, ids, logits[tied[row], ids], count)

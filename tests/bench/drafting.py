@@ -47,7 +47,9 @@ class Setting:
     def options(self, prompt: Prompt, max_tokens: int) -> Options:
         """What to ask for; a prompt has the same seed in every run and setting."""
         seed = zlib.crc32(prompt.turns[0].encode())
-        return Options(self.temperature, seed, max_tokens, mode=self.mode, k=self.k)
+        return Options(
+            temperature=self.temperature, seed=seed, max_tokens=max_tokens, mode=self.mode, k=self.k
+        )
 
 
 @dataclass(frozen=True, slots=True)

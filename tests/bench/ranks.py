@@ -19,7 +19,8 @@ from orchestrator.stream_port import StreamPort
 from protos.codec import row_hash
 from protos.engine_thread import LinkLimits
 from protos.host import LOOPBACK, Place, Recipe, WorkerHost, own_cores
-from protos.messages import GREEDY, Audit, AuditReply, Extend, Step, StepOpen, Stepped
+from protos.messages import Audit, AuditReply, Extend, Step, StepOpen, Stepped
+from protos.sampling import GREEDY
 from services.pull import resolve
 from target_workers.config import TargetConfig
 from target_workers.model.shard import Shard

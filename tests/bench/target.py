@@ -16,7 +16,8 @@ from pathlib import Path
 
 from protos.codec import row_hash
 from protos.host import tune_libraries
-from protos.messages import GREEDY, Extend, Step, StepClose, StepOpen, Stepped, TreeNode
+from protos.messages import Extend, Step, StepClose, StepOpen, Stepped, TreeNode
+from protos.sampling import GREEDY
 from services.terminal import err, out
 
 ROWS = (1, 2, 4, 8)

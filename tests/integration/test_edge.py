@@ -1,9 +1,10 @@
 """Clients over gRPC against real engines: how many run, who waits, and what a lost client frees."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from protos.engine_thread import LinkLimits
 from protos.paceline.v1 import generation_pb2 as pb
 from services.client import Client, Options
 from services.config import ServerConfig
-from services.errors import Overloaded, Unavailable
+from services.errors import InvalidRequest, Overloaded, RequestFailed, Unavailable
 from services.server import Server
 from services.text import make_stopper
 from services.tokenizer import load_tokenizer
@@ -173,4 +174,96 @@ async def test_a_stream_that_outlasts_the_drain_is_told_to_resume(edge: Edge) ->
                 pass
         await draining
     assert cut.value.retry_s > 0
+    await until(lambda: not list(edge.runtime.core.sequences))
+
+
+@dataclass
+class Heard:
+    """What came of one choice."""
+
+    tokens: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    text: str = ""
+    finished: pb.Finished | None = None
+
+
+async def heard(edge: Edge, prompt: Sequence[int], options: Options) -> tuple[pb.Started, dict]:
+    """The first event, and every choice by its number."""
+    choices: dict[int, Heard] = defaultdict(Heard)
+    async with (
+        Client(edge.address) as client,
+        aclosing(client.generate_stream(prompt, options)) as events,
+    ):
+        async for event in events:
+            match event:
+                case pb.Started():
+                    started = event
+                case pb.Delta():
+                    choice = choices[event.choice]
+                    choice.tokens += event.token_ids
+                    choice.scores += [score.logprob for score in event.scores]
+                    choice.text += event.text
+                case pb.Finished():
+                    choices[event.choice].finished = event
+    return started, dict(choices)
+
+
+PROMPT = (5, 6, 7, 8, 30, 31, 32, 33, 34, 35, 36, 37, 38, 39, 40, 41, 42, 43, 44, 45)
+
+
+async def test_each_of_several_choices_is_what_it_would_be_alone(edge: Edge) -> None:
+    several = Options(temperature=0.9, seed=5, max_tokens=20, ignore_eos=True, n=4, logprobs=0)
+    started, choices = await heard(edge, PROMPT, several)
+    assert sorted(choices) == [0, 1, 2, 3]
+    assert len({tuple(choice.tokens) for choice in choices.values()}) == 4
+    for seed, choice in zip(started.choice_seeds, map(choices.get, range(4)), strict=True):
+        _, alone = await heard(edge, PROMPT, replace(several, seed=seed, n=None))
+        assert alone[0].tokens == choice.tokens
+        assert alone[0].scores == choice.scores
+        assert alone[0].text == choice.text
+        assert len(choice.scores) == len(choice.tokens) == 20
+        assert choice.finished.reason == pb.FINISH_REASON_LENGTH
+    await until(lambda: not list(edge.runtime.core.sequences))
+
+
+async def test_who_leaves_ends_all_choices(edge: Edge) -> None:
+    async with Client(edge.address) as client:
+        events = client.generate_stream("the dog", replace(LONG, n=3))
+        await first_delta(events)
+        await until(lambda: len(list(edge.runtime.core.sequences)) == 3)
+        await events.aclose()
+    await until(lambda: not list(edge.runtime.core.sequences))
+
+
+@pytest.mark.parametrize("rule", ["match", "rejection", "sampled"])
+async def test_a_rule_is_served_and_named(edge: Edge, rule: str) -> None:
+    asked = Options(temperature=1.0, seed=3, rule=rule, max_tokens=40, ignore_eos=True, logprobs=2)
+    started, choices = await heard(edge, PROMPT, asked)
+    assert pb.Rule.Name(started.rule) == f"RULE_{rule.upper()}"
+    assert len(choices[0].tokens) == len(choices[0].scores) == 40
+
+
+async def test_a_lossy_rule_is_refused(edge: Edge) -> None:
+    with pytest.raises(InvalidRequest, match="allow_lossy"):
+        await heard(edge, PROMPT, Options(temperature=1.0, rule="typical"))
+
+
+async def test_a_prompt_alone_is_scored(edge: Edge) -> None:
+    async with Client(edge.address) as client:
+        asked = Options(max_tokens=0, prompt_logprobs=1)
+        events = [event async for event in client.generate_stream(PROMPT, asked)]
+    started, *scored, finished = events
+    assert isinstance(started, pb.Started)
+    assert isinstance(finished, pb.Finished)
+    assert finished.usage.completion_tokens == 0
+    scores = [score for event in scored for score in event.scores]
+    assert scored[0].start == 1
+    assert len(scores) == len(PROMPT) - 1
+    assert all(score.logprob < 0 and len(score.top_ids) == 1 for score in scores)
+
+
+async def test_what_excludes_every_token_is_said_with_its_position(edge: Edge) -> None:
+    repeats = Options(allowed_token_ids=(50,), no_repeat_ngram=2, max_tokens=9, ignore_eos=True)
+    with pytest.raises(RequestFailed, match=r"no token can follow position \d+"):
+        await heard(edge, PROMPT, repeats)
     await until(lambda: not list(edge.runtime.core.sequences))

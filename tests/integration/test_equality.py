@@ -19,7 +19,7 @@ from orchestrator.local_port import LocalPort
 from orchestrator.request import Delta, Finished, FinishReason, Mode, Request
 from orchestrator.runtime import Runtime
 from protos.engine_thread import LinkLimits
-from protos.messages import GREEDY, Sampling
+from protos.sampling import GREEDY, Sampling
 from target_workers.config import TargetConfig
 from target_workers.forward import load_target
 from tests.simulation.scene import IdStopper

@@ -20,7 +20,8 @@ from orchestrator.ports import WorkerLost
 from orchestrator.stream_port import Locate, StreamPort
 from protos.engine_thread import LinkLimits
 from protos.host import Health, Place, Recipe
-from protos.messages import GREEDY, Audit, AuditReply, Grow, Hello, Message, Open
+from protos.messages import Audit, AuditReply, Grow, Hello, Message, Open
+from protos.sampling import GREEDY
 from protos.worker import Engine
 from target_workers.actor import TargetActor
 from tests.fakes import ToyEngine

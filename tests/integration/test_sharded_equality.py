@@ -21,7 +21,8 @@ from orchestrator.runtime import Runtime
 from orchestrator.sharded_port import RankPort, ShardedPort
 from protos.codec import row_hash
 from protos.engine_thread import LinkLimits
-from protos.messages import Message, Sampling, Step, TreeNode
+from protos.messages import Message, Step, TreeNode
+from protos.sampling import Sampling
 from target_workers.config import TargetConfig
 from target_workers.forward import load_target
 from target_workers.model.shard import Shard

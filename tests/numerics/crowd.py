@@ -9,7 +9,8 @@ from itertools import islice, takewhile
 
 from torch import Tensor
 
-from protos.messages import Extend, Sampling, StepClose, StepOpen, TreeNode, Verdict
+from protos.messages import Extend, StepClose, StepOpen, TreeNode, Verdict
+from protos.sampling import Sampling
 from target_workers.engine import TargetEngine
 from target_workers.model.batch import RowBatch
 from target_workers.model.decoder import Decoder

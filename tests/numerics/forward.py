@@ -6,7 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from protos.messages import GREEDY, Extend, TreeNode
+from protos.messages import Extend, TreeNode
+from protos.sampling import GREEDY
 from target_workers.model.batch import build_batch
 from target_workers.model.decoder import Decoder
 from target_workers.model.kv_cache import KVCache

@@ -15,7 +15,7 @@ from pathlib import Path as FilePath
 import numpy as np
 import pytest
 
-from protos.messages import GREEDY, Sampling
+from protos.sampling import GREEDY, Sampling
 from target_workers.config import TargetConfig
 from target_workers.forward import load_target
 from target_workers.model.batch import build_batch

@@ -11,18 +11,8 @@ from torch import Tensor
 
 from drafter_workers.engine import DraftEngine
 from protos.draft_tree import Node
-from protos.messages import (
-    GREEDY,
-    Advance,
-    Extend,
-    Grow,
-    Open,
-    Sampling,
-    Step,
-    StepOpen,
-    Stepped,
-    TreeNode,
-)
+from protos.messages import Advance, Extend, Grow, Open, Step, StepOpen, Stepped, TreeNode
+from protos.sampling import GREEDY, Sampling
 from target_workers.model.batch import build_batch
 from target_workers.model.decoder import Decoder
 from target_workers.model.kv_cache import KVCache
@@ -164,7 +154,7 @@ def assert_fresh(drafter: Drafter, seq: int, tokens: Sequence[int]) -> None:
     torch.testing.assert_close(held, rows[:, : held.shape[1]], atol=1e-9, rtol=0)
     tree = drafter.engine.tree(seq)
     paths: dict[Node | None, list[int]] = {None: []}
-    sampling = drafter.model._sequences[seq].sampling
+    sampling = drafter.model._sequences[seq].chooser.sampling
     temperature = torch.tensor([sampling.temperature], dtype=torch.float64)
     for node in tree.walk():
         above = paths[node.parent]

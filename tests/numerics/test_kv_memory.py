@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from protos.messages import GREEDY, Extend, Sampling, StepOpen, TreeNode
+from protos.messages import Extend, StepOpen, TreeNode
+from protos.sampling import GREEDY, Sampling
 from services.demo_prompts import PROMPTS
 from services.tokenizer import load_tokenizer
 from target_workers.config import TargetConfig

@@ -7,7 +7,8 @@ import torch
 
 from drafter_workers.config import DrafterConfig, GrowthConfig
 from drafter_workers.loading import load_drafter
-from protos.messages import GREEDY, Grow, Open, Sampling, StepOpen, Stepped
+from protos.messages import Grow, Open, StepOpen, Stepped
+from protos.sampling import GREEDY, Sampling
 from protos.worker import Engine
 from target_workers.config import TargetConfig
 from target_workers.forward import load_target

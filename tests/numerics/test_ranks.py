@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from protos.messages import GREEDY, AuditReply, Sampling
+from protos.messages import AuditReply
+from protos.sampling import GREEDY, Sampling
 from protos.worker import Engine
 from target_workers.config import TargetConfig
 from target_workers.forward import load_target

@@ -13,7 +13,7 @@ from drafter_workers.methods.small_model import SmallModel, build
 from drafter_workers.planting import plant, planted_config
 from drafter_workers.proposer import Expand
 from drafter_workers.student import Borrowed, read_borrowed, save_student
-from protos.messages import GREEDY, Sampling
+from protos.sampling import GREEDY, Sampling
 from target_workers.model.config import ModelError, read_config
 from target_workers.model.decoder import Decoder, TorchDecoder
 from target_workers.model.files import ends_hash

@@ -8,7 +8,7 @@ from orchestrator.config import CoreConfig
 from orchestrator.core import Core
 from orchestrator.k_policy import FixedK, KPolicy
 from orchestrator.request import Finished, FinishReason, Mode, Request, Stopper
-from protos.messages import GREEDY, Sampling
+from protos.sampling import GREEDY, Sampling
 from target_workers.runner import Forward
 from tests.faults import Plan, calm
 from tests.script_drafter import CHAINS, SLOTS, Guesser, TokenProposer, script_drafter

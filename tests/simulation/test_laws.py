@@ -8,7 +8,8 @@ from drafter_workers.config import GrowthConfig
 from orchestrator.events import ToDrafterWorker
 from orchestrator.k_policy import FixedK, ScriptedK
 from orchestrator.request import Finished, FinishReason, Mode
-from protos.messages import Grow, Sampling
+from protos.messages import Grow
+from protos.sampling import Sampling
 from services.text import TextStream, TokenStopper
 from tests.faults import Fate, scripted, seeded
 from tests.script_drafter import honest, pattern, perfect, worst

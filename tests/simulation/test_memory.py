@@ -17,13 +17,14 @@ from orchestrator.k_policy import ScriptedK
 from orchestrator.request import Finished, FinishReason, Mode, Refusal, Refused, Request
 from orchestrator.sequence import Sequence
 from orchestrator.target_desk import TargetDesk
-from protos.messages import Sampling, StepClose, StepOpen, Stepped
+from protos.messages import StepClose, StepOpen, Stepped
+from protos.sampling import Sampling
 from target_workers.runner import Forward
 from tests.cached_lm import CachedForward
 from tests.faults import calm, seeded
 from tests.script_drafter import honest, perfect, worst
 from tests.script_lm import ScriptForward, Shape
-from tests.simulation.scene import BOTH, Scene, request, scene
+from tests.simulation.scene import BOTH, SEEDED, Scene, request, scene
 
 
 def pool(tokens: int, page_size: int = 4) -> Shape:
@@ -567,3 +568,42 @@ def test_a_long_prompt_delays_running_streams_by_no_more_than_a_steps_budget(k: 
         gaps = sorted(b - a for a, b in itertools.pairwise(times))
         assert gaps[-1] < 5 * gaps[len(gaps) // 2]
         assert gaps[-1] < budget_s + 0.001, "one step, and the answer to an open"
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_choices_of_one_prompt_compute_it_once(*, prefix_cache: bool) -> None:
+    """The others wait for the first one's rows and begin with all of them but the last."""
+    stage = scene(max_sequences=4, lookup=False)
+    stage.add_drafter(honest)
+    prompt = [5, *range(1, 30)]
+    first = request("0", prompt, 20, sampling=SEEDED, prefix_cache=prefix_cache)
+    asked = [
+        first,
+        *(
+            replace(first, request_id=f"{i}", parent="0", sampling=replace(SEEDED, seed=i))
+            for i in range(1, 4)
+        ),
+    ]
+    for each in asked:
+        stage.world.submit(each)
+    stage.world.run()
+    for each in asked:
+        stage.check(each)
+    computed = [
+        len(extend.tokens)
+        for step in stage.world.steps
+        for extend in step.extends
+        if extend.start < len(prompt)
+    ]
+    assert sorted(computed) == [1, 1, 1, len(prompt)]
+    stage.check_nothing_left()
+    stage.check_replay()
+
+
+def test_a_choice_whose_parent_is_gone_computes_its_prompt_itself() -> None:
+    stage = scene(max_sequences=4, lookup=False)
+    asked = request("1", [5, *range(1, 30)], 20, parent="never")
+    stage.world.submit(asked)
+    stage.world.run()
+    stage.check(asked)
+    stage.check_nothing_left()

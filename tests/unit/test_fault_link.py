@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from orchestrator.ports import WorkerLost
-from protos.messages import GREEDY, Audit, AuditReply, Grow, Hello, Open
+from protos.messages import Audit, AuditReply, Grow, Hello, Open
+from protos.sampling import GREEDY
 from tests.fakes import FaultLink, ToyEngine
 from tests.faults import Fate, scripted
 from tests.opened import local

@@ -6,7 +6,8 @@ from heapq import heappop, heappush
 
 import pytest
 
-from protos.messages import GREEDY, Audit, AuditReply, Close, Grow, Hello, Message, Open
+from protos.messages import Audit, AuditReply, Close, Grow, Hello, Message, Open
+from protos.sampling import GREEDY
 from tests.fakes import WRONG, ToyEngine
 from tests.faults import Direction, Fate, calm, scripted, seeded
 from tests.virtual_link import VirtualLink, Weather

@@ -47,8 +47,9 @@ class InferenceServiceServicer:
     """
 
     def GenerateStream(self, request, context):
-        """Streams one completion: `started` once, any number of `delta`, `finished` once. A stream that
-        cannot be completed ends with an error status after the deltas so far.
+        """Streams one completion, or several of one prompt: `started` once, `prompt_scores` if asked for,
+        any number of `delta`, and `finished` once for each choice. A stream that cannot be completed
+        ends with an error status after the deltas so far, all its choices together.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

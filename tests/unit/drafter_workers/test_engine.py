@@ -9,19 +9,8 @@ from drafter_workers.config import GrowthConfig
 from drafter_workers.engine import DraftEngine
 from drafter_workers.proposer import Candidate
 from protos.draft_tree import DraftTree, Ids, Node
-from protos.messages import (
-    GREEDY,
-    Advance,
-    Close,
-    Grow,
-    Held,
-    Message,
-    Need,
-    Open,
-    Report,
-    Sampling,
-    Step,
-)
+from protos.messages import Advance, Close, Grow, Held, Message, Need, Open, Report, Step
+from protos.sampling import GREEDY, Sampling
 from protos.worker import ProtocolError
 from tests.duo import Duo, audit, counts
 from tests.script_drafter import (

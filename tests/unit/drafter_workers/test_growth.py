@@ -39,8 +39,12 @@ def test_a_new_tree_grows_from_its_root() -> None:
     (leaf,) = growth.leaves()
     assert (leaf.node, leaf.reach, leaf.depth) == (None, 0.0, 0)
     growth.expand(None, candidates(t5=0.5, t6=0.3, t7=0.1))
-    assert [(g.id, g.parent, g.token) for g in growth.send()] == [(1, 0, 5), (2, 0, 6), (3, 0, 7)]
-    assert growth.send() == ()
+    assert [(g.id, g.parent, g.token) for g in growth.send()[0]] == [
+        (1, 0, 5),
+        (2, 0, 6),
+        (3, 0, 7),
+    ]
+    assert growth.send()[0] == ()
     assert leaf_tokens(growth) == [5, 6, 7]
 
 
@@ -60,7 +64,7 @@ def test_ids_and_paths_follow_the_tree() -> None:
     growth.expand(None, candidates(t5=0.6, t6=0.35))
     growth.send()
     growth.expand(node_of(growth, 6), candidates(t8=0.7))
-    assert growth.send() == (Guess(3, 2, 8, math.log(0.7)),)
+    assert growth.send()[0] == (Guess(3, 2, 8, math.log(0.7)),)
     assert growth.path(node_of(growth, 6, 8)) == (2, 3)
     assert growth.path(None) == ()
 
@@ -70,10 +74,10 @@ def test_what_is_below_the_floor_is_sent_once_a_new_root_lifts_it() -> None:
     growth.expand(None, candidates(t5=0.1))
     growth.send()
     growth.expand(node_of(growth, 5), candidates(t6=0.3, t7=0.01))
-    assert growth.send() == ()
+    assert growth.send()[0] == ()
     assert growth.advance((5,)) == [1]
-    assert growth.send() == (Guess(2, 0, 6, math.log(0.3)),)
-    assert growth.send() == ()
+    assert growth.send()[0] == (Guess(2, 0, 6, math.log(0.3)),)
+    assert growth.send()[0] == ()
 
 
 def test_held_candidates_of_lost_nodes_are_never_sent() -> None:
@@ -83,18 +87,18 @@ def test_held_candidates_of_lost_nodes_are_never_sent() -> None:
     for token in (5, 6):
         growth.expand(node_of(growth, token), candidates(t7=0.3))
     growth.advance((5, 9))
-    assert growth.send() == ()
+    assert growth.send()[0] == ()
     assert leaf_tokens(growth) == [None]
 
 
 def test_credit_bounds_the_live_nodes_and_is_given_back_by_the_root_moving() -> None:
     growth = make(credit=2)
     growth.expand(None, candidates(t5=0.5, t6=0.3, t7=0.1))
-    assert [guess.token for guess in growth.send()] == [5, 6]
+    assert [guess.token for guess in growth.send()[0]] == [5, 6]
     assert list(growth.leaves()) == []
     growth.credit = 5
     assert leaf_tokens(growth) == [5], "the best leaf claims room for all its children"
-    assert growth.send() == (), "before a less likely candidate"
+    assert growth.send()[0] == (), "before a less likely candidate"
     growth.advance((6,))
     assert growth.tree.size == 0
     assert leaf_tokens(growth) == [None]
@@ -106,7 +110,7 @@ def test_credit_that_no_better_leaf_claims_goes_to_held_candidates() -> None:
     growth.send()
     growth.expand(node_of(growth, 5), [])
     growth.credit = 2
-    assert [guess.token for guess in growth.send()] == [6]
+    assert [guess.token for guess in growth.send()[0]] == [6]
 
 
 def test_without_credit_nothing_grows() -> None:
@@ -162,7 +166,7 @@ def test_a_miss_starts_anew_and_ids_run_on() -> None:
     assert growth.advance((5, 9)) == [1]
     assert growth.tree.frontier == 12
     growth.expand(None, candidates(t6=0.6))
-    assert growth.send() == (Guess(3, 0, 6, math.log(0.6)),)
+    assert growth.send()[0] == (Guess(3, 0, 6, math.log(0.6)),)
 
 
 def test_no_new_tokens_change_nothing() -> None:

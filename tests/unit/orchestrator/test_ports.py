@@ -10,7 +10,8 @@ import pytest
 
 from orchestrator.ports import WorkerLost, WorkerPort
 from protos.engine_thread import LinkLimits
-from protos.messages import GREEDY, PROTOCOL, Audit, AuditReply, Grow, Hello, Message, Open
+from protos.messages import PROTOCOL, Audit, AuditReply, Grow, Hello, Message, Open
+from protos.sampling import GREEDY
 from protos.worker import Engine
 from tests.fakes import BROKEN, WRONG, ToyEngine
 from tests.opened import local, streamed

@@ -13,7 +13,8 @@ from orchestrator.ports import WorkerLost
 from orchestrator.stream_port import StreamPort
 from protos.engine_thread import LinkLimits
 from protos.frames import pack
-from protos.messages import GREEDY, Audit, Hello, Open
+from protos.messages import Audit, Hello, Open
+from protos.sampling import GREEDY
 from protos.session import METHOD, SERVICE
 from tests.fakes import ToyEngine
 from tests.opened import LIMITS, SECRET, at, nowhere, serving, streamed

@@ -26,8 +26,8 @@ from protos.messages import (
     Message,
     Need,
     Open,
+    PromptScores,
     Report,
-    Sampling,
     Step,
     StepClose,
     StepOpen,
@@ -35,6 +35,7 @@ from protos.messages import (
     TreeNode,
     Verdict,
 )
+from protos.sampling import Bias, Processors, Sampling, Score, Scoring
 
 PLAIN: dict[object, st.SearchStrategy[object]] = {
     int: st.integers(-(2**63), 2**64 - 1),
@@ -58,14 +59,24 @@ def values(hint: object) -> st.SearchStrategy[typing.Any]:
 
 MESSAGES = st.one_of([values(cls) for cls in TAGS.values()])
 
+SAMPLING = Sampling(
+    0.5,
+    9,
+    "sampled",
+    Processors(1.5, 0.5, 0.25, (Bias(3, -1.0),), (1, 3), (2,), 4, 5, "g", 6, 0.75, 0.125),
+    7,
+)
+
 GOLDEN: dict[str, tuple[Message, str]] = {
     "hello": (
         Hello(1, "target", 7, "m", "v", 49152, 8192, 16, 512, 64, "features", 4000),
         "9d0101a674617267657407a16da176cdc000cd200010cd020040a86665617475726573cd0fa0",
     ),
     "open": (
-        Open(3, 1, (5, 6), Sampling(0.5, 9), 32),
-        "9602030192050692cb3fe00000000000000920",
+        Open(3, 1, (5, 6), SAMPLING, 32),
+        "9602030192050695cb3fe000000000000009a773616d706c65649ccb3ff8000000000000cb3fe0000000"
+        "000000cb3fd000000000000092910391cbbff000000000000092010391020405a16706cb3fe800000000"
+        "0000cb3fc00000000000000720",
     ),
     "advance": (Advance(3, 1, 2, (7,), 32), "9603030102910720"),
     "close": (Close(3, 1), "93040301"),
@@ -79,16 +90,27 @@ GOLDEN: dict[str, tuple[Message, str]] = {
         Step(
             4,
             123,
-            (StepOpen(3, (5, 6), Sampling(), "", "s", False, 2),),
-            (Extend(3, 1, (6,), (TreeNode(-1, 8),), (0, 1)),),
+            (StepOpen(3, (5, 6), Sampling(), "s", False, 2, Scoring(1, 2, True)),),
+            (Extend(3, 1, (6,), (TreeNode(-1, 8),), (0, 1), (b"\x02",)),),
             (StepClose(2, (0,)),),
             2,
         ),
-        "9708047b91970392050692cb000000000000000000a0a173c2029195030191069291ff9108920001919202910002",
+        "9708047b91970392050695cb000000000000000000a56d617463689ccb3ff0000000000000cb00000000"
+        "00000000cb000000000000000092909090900000a000cb3ff0000000000000cb000000000000000000a1"
+        "73c202930102c39196030191069291ff910892000191c40102919202910002",
     ),
     "stepped": (
-        Stepped(4, (Verdict(3, 2, (0,), 8, (-0.5,), "e"),), (1,), 99, 0.25, 0.125),
-        "9709049196030291000891cbbfe0000000000000a165910163cb3fd0000000000000cb3fc0000000000000",
+        Stepped(
+            4,
+            (Verdict(3, 2, (0,), 8, (Score(-0.5, (8,), (-0.5,)),), "e"),),
+            (1,),
+            99,
+            0.25,
+            0.125,
+            (PromptScores(3, 1, (Score(-1.0),)),),
+        ),
+        "980904919603029100089193cbbfe0000000000000910891cbbfe0000000000000a165910163cb3fd000"
+        "0000000000cb3fc0000000000000919303019193cbbff00000000000009090",
     ),
     "audit": (Audit(5), "920a05"),
     "audit reply": (

@@ -8,7 +8,8 @@ from queue import SimpleQueue
 import pytest
 
 from protos.engine_thread import EngineThread, Link, LinkLimits
-from protos.messages import GREEDY, Audit, AuditReply, Close, Grow, Hello, Message, Open
+from protos.messages import Audit, AuditReply, Close, Grow, Hello, Message, Open
+from protos.sampling import GREEDY
 from protos.worker import GROUP_BROKEN, Engine, GroupBroken
 from tests.fakes import BROKEN, WRONG, ToyEngine
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from protos.codec import DecodeError, encode
 from protos.frames import MAX_PAYLOAD_BYTES, LinkEnded, Outbox, check_hello, pack, unpack
-from protos.messages import GREEDY, PROTOCOL, Advance, Audit, Hello, Message, Open
+from protos.messages import PROTOCOL, Advance, Audit, Hello, Message, Open
+from protos.sampling import GREEDY
 
 HELLO = Hello(PROTOCOL, "toy", 1, "m", "v", 16, 64, 16, 8, 4)
 LARGE = Open(1, 1, (70000,) * (MAX_PAYLOAD_BYTES // 12), GREEDY, 1)

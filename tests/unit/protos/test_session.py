@@ -12,7 +12,8 @@ import pytest
 from protos.codec import encode
 from protos.engine_thread import EngineThread, LinkLimits
 from protos.frames import MAX_PAYLOAD_BYTES, pack, unpack
-from protos.messages import GREEDY, Audit, AuditReply, Hello, Open
+from protos.messages import Audit, AuditReply, Hello, Open
+from protos.sampling import GREEDY
 from protos.session import METHOD, SECRET_KEY, SERVICE, SessionServer
 from tests.fakes import BROKEN, WRONG, ToyEngine
 

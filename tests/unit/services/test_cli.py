@@ -8,6 +8,8 @@ import sys
 import pytest
 
 from orchestrator.request import Finished, FinishReason, Stats
+from protos.sampling import Bias
+from services.grammar import choice_grammar
 from services.translate import Served
 from tests.unit.services.edge_fakes import FakeGenerations, edge, words
 
@@ -39,6 +41,28 @@ async def test_generate_prints_the_text_of_an_answer(served: Served) -> None:
     assert (code, out) == (0, "the cat sat\n"), err
 
 
+async def test_generate_asks_for_whatever_is_set(served: Served) -> None:
+    generations = FakeGenerations(words(served, "the"), DONE)
+    settings = (
+        "top_p=0.5",
+        "logit_bias={42=-100}",
+        'choice=["yes", "no"]',
+        "cache_salt=mine",
+        "n=2",
+    )
+    async with edge(served, generations) as (server, _):
+        address = f"127.0.0.1:{server.port}"
+        pairs = [part for setting in settings for part in ("--set", setting)]
+        code, out, err = await paceline("generate", "-s", address, "-n", "9", *pairs, "--raw", "x")
+    assert (code, out) == (0, "the\n\n--- choice 1\nthe\n"), err
+    first, second = generations.requests
+    processors = first.sampling.processors
+    assert (processors.top_p, processors.bias) == (0.5, (Bias(42, -100.0),))
+    assert processors.grammar == choice_grammar(["yes", "no"])
+    assert (first.cache_salt, first.max_tokens) == ("mine", 9)
+    assert second.parent == first.request_id
+
+
 async def test_json_has_a_line_for_each_event(served: Served) -> None:
     async with edge(served, FakeGenerations(words(served, "the"), DONE)) as (server, _):
         address = f"127.0.0.1:{server.port}"
@@ -67,6 +91,11 @@ async def test_chat_goes_on_until_an_empty_line(served: Served) -> None:
     [
         (["generate", "-s", "127.0.0.1:1", "x"], "paceline serve"),
         (["generate", "--mode", "fast", "x"], "off, sync or async"),
+        (["generate", "--set", "top_q=0.5", "x"], "did you mean 'top_p'"),
+        (["generate", "--set", "top_k=few", "x"], "top_k must be an integer"),
+        (["generate", "--set", "logit_bias=5", "x"], "{ID=VALUE, ...}"),
+        (["generate", "--set", "logprobs=2", "x"], "add --json"),
+        (["generate", "--set", "regex=a", "--set", "any_json=true", "x"], "name one"),
         (["pull", "no-such-model"], "no-such-model"),
         (["serve", *FREE, "--set", "model.path=/no/such/folder"], "model.path"),
         (["serve", "--set", "speculation.moed=off"], "did you mean"),

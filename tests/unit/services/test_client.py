@@ -15,7 +15,12 @@ from tests.unit.services.edge_fakes import DONE, FakeGenerations, edge, words
 
 def test_a_bare_request_leaves_every_choice_to_the_server() -> None:
     assert request_of("hi", Options()) == pb.GenerateStreamRequest(
-        text="hi", sampling=pb.Sampling(), stopping=pb.Stopping(), speculation=pb.Speculation()
+        text="hi",
+        sampling=pb.Sampling(),
+        stopping=pb.Stopping(),
+        speculation=pb.Speculation(),
+        prefix_cache=pb.PrefixCache(),
+        scoring=pb.Scoring(),
     )
 
 
@@ -23,7 +28,25 @@ def test_every_option_is_asked_for() -> None:
     options = Options(
         temperature=0.0,
         seed=0,
+        top_k=4,
+        top_p=0.5,
+        min_p=0.25,
+        presence_penalty=0.5,
+        frequency_penalty=-0.5,
+        repetition_penalty=1.5,
+        logit_bias={3: -1.0},
+        allowed_token_ids=(3, 4),
+        no_repeat_ngram=2,
+        rule="rejection",
         max_tokens=3,
+        min_tokens=1,
+        n=2,
+        logprobs=1,
+        prompt_logprobs=0,
+        processed_logprobs=True,
+        choice=("yes", "no"),
+        cache_salt="x",
+        bypass_cache=True,
         stop=("END",),
         stop_token_ids=(4,),
         include_stop=True,
@@ -40,9 +63,23 @@ def test_every_option_is_asked_for() -> None:
         model="m",
         model_revision="r",
         token_ids=pb.TokenIds(ids=[1, 2]),
-        sampling=pb.Sampling(temperature=0.0, seed=0),
+        sampling=pb.Sampling(
+            temperature=0.0,
+            seed=0,
+            top_k=4,
+            top_p=0.5,
+            min_p=0.25,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.5,
+            logit_bias={3: -1.0},
+            allowed_token_ids=[3, 4],
+            no_repeat_ngram=2,
+            rule=pb.RULE_REJECTION,
+        ),
         stopping=pb.Stopping(
             max_tokens=3,
+            min_tokens=1,
             stop_strings=["END"],
             stop_token_ids=[4],
             ignore_eos=True,
@@ -50,6 +87,10 @@ def test_every_option_is_asked_for() -> None:
         ),
         resumed_tokens=[7, 8],
         speculation=pb.Speculation(mode=pb.SPECULATION_MODE_ASYNC, k=2),
+        prefix_cache=pb.PrefixCache(cache_salt="x", bypass=True),
+        n=2,
+        scoring=pb.Scoring(logprobs=1, prompt_logprobs=0, processed=True),
+        structured_output=pb.StructuredOutput(choice=pb.Choice(options=["yes", "no"])),
     )
 
 
@@ -69,6 +110,8 @@ def test_an_empty_list_of_ids_is_an_empty_prompt() -> None:
         ("a lone \ud800 surrogate", Options()),
         ("x", Options(seed=2**63)),
         ("x", Options(stop=("\udfff",))),
+        ("x", Options(logit_bias={2**31: 1.0})),
+        ("x", Options(regex="a", any_json=True)),
     ],
 )
 def test_what_no_message_can_hold_is_an_invalid_request(

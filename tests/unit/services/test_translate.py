@@ -5,16 +5,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from google.protobuf.json_format import ParseDict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.request import Mode, Request
-from protos.messages import Sampling
 from protos.paceline.v1 import generation_pb2 as pb
+from protos.sampling import PLAIN, Sampling, Scoring
 from services.errors import InvalidRequest, RequestFailed, ResumeRefused, UnknownModel
+from services.sampling_fields import RULES
 from services.tokenizer import Tokenizer
-from services.translate import Defaults, Served, request_from
+from services.translate import Defaults, Served, requests_from
 from tests.unit.services.tiny_folder import id_of
 
 DEFAULTS = Defaults(request_id="given", seed=99)
@@ -25,7 +25,8 @@ def message(*, ids: tuple[int, ...] = (10, 11, 12), **fields: object) -> pb.Gene
 
 
 def translated(served: Served, request: pb.GenerateStreamRequest) -> Request:
-    return request_from(request, served, DEFAULTS)
+    (only,) = requests_from(request, served, DEFAULTS)
+    return only
 
 
 def refusal(served: Served, request: pb.GenerateStreamRequest) -> InvalidRequest:
@@ -39,7 +40,7 @@ def test_a_bare_request_gets_every_default(served: Served) -> None:
         request_id="given",
         prompt=(10, 11, 12),
         max_tokens=61,
-        sampling=Sampling(temperature=0.0, seed=99),
+        sampling=Sampling(temperature=0.0, seed=99, prompt_tokens=3),
         stop_token_ids=served.tokenizer.eos_ids,
     )
 
@@ -61,7 +62,7 @@ def test_everything_set_is_taken_over(served: Served) -> None:
         request_id="mine",
         prompt=(10, 11, 12),
         max_tokens=9,
-        sampling=Sampling(temperature=0.8, seed=7),
+        sampling=Sampling(temperature=0.8, seed=7, prompt_tokens=3),
         stop_token_ids=(20,),
         stop_strings=("END",),
         resumed=(30, 31),
@@ -103,7 +104,6 @@ def test_odd_but_real_text_is_a_prompt(served: Served, text: str) -> None:
         (message(sampling=pb.Sampling(temperature=math.nan)), "sampling.temperature"),
         (message(sampling=pb.Sampling(temperature=math.inf)), "sampling.temperature"),
         (message(sampling=pb.Sampling(seed=-1)), "sampling.seed"),
-        (message(stopping=pb.Stopping(max_tokens=0)), "stopping.max_tokens"),
         (message(stopping=pb.Stopping(max_tokens=-1)), "stopping.max_tokens"),
         (message(stopping=pb.Stopping(max_tokens=62)), "stopping.max_tokens"),
         (message(stopping=pb.Stopping(stop_strings=["a", ""])), "stopping.stop_strings[1]"),
@@ -238,56 +238,7 @@ def test_an_ended_sequence_is_not_resumed(served: Served) -> None:
     assert refusal(served, stopped).field == "resumed_tokens[3]"
 
 
-# How each field of a request's parts is served: not at all, or with a change of the Request. A new
-# field fails here until it is one or the other.
-SERVED_FIELDS: dict[str, dict[str, object]] = {
-    "sampling": {"temperature": 0.5, "seed": 3},
-    "stopping": {
-        "max_tokens": 5,
-        "stop_strings": ["x"],
-        "stop_token_ids": [30],
-        "ignore_eos": True,
-        "include_stop_str_in_output": True,
-    },
-    "speculation": {"mode": pb.SPECULATION_MODE_OFF, "k": 3},
-    "prefix_cache": {"cache_salt": "x", "bypass": True},
-}
-SHOWN_IN_TEXT_ONLY = {"stopping.include_stop_str_in_output"}
-
-
-def fields() -> list[tuple[str, str, bool]]:
-    """Part, name and whether it is a list, of every field of the four messages."""
-    parts = {
-        "sampling": pb.Sampling.DESCRIPTOR,
-        "stopping": pb.Stopping.DESCRIPTOR,
-        "speculation": pb.Speculation.DESCRIPTOR,
-        "prefix_cache": pb.PrefixCache.DESCRIPTOR,
-    }
-    return [
-        (part, field.name, field.is_repeated)
-        for part, kind in parts.items()
-        for field in kind.fields
-    ]
-
-
-def with_field(part: str, name: str, is_list: bool) -> pb.GenerateStreamRequest:
-    """A request that sets one field to something that is not neutral."""
-    if name == "logit_bias":
-        return message(sampling=pb.Sampling(logit_bias={5: -100.0}))
-    value = SERVED_FIELDS[part].get(name, [5] if is_list else 3)
-    return ParseDict({part: {name: value}}, message())
-
-
-@pytest.mark.parametrize(("part", "name", "is_list"), fields())
-def test_no_field_is_ignored(served: Served, part: str, name: str, is_list: bool) -> None:
-    request, path = with_field(part, name, is_list), f"{part}.{name}"
-    if name not in SERVED_FIELDS[part]:
-        assert refusal(served, request).field == path
-    elif path not in SHOWN_IN_TEXT_ONLY:
-        assert translated(served, request) != translated(served, message())
-
-
-def test_neutral_values_of_later_fields_are_taken(served: Served) -> None:
+def test_neutral_values_cost_nothing(served: Served) -> None:
     neutral = pb.Sampling(
         top_k=-1,
         top_p=1.0,
@@ -295,10 +246,130 @@ def test_neutral_values_of_later_fields_are_taken(served: Served) -> None:
         presence_penalty=0.0,
         frequency_penalty=0.0,
         repetition_penalty=1.0,
+        logit_bias={5: 0.0},
+        no_repeat_ngram=0,
     )
     request = message(sampling=neutral, stopping=pb.Stopping(min_tokens=0))
     assert translated(served, request) == translated(served, message())
-    assert refusal(served, message(sampling=pb.Sampling(top_p=0.0))).field == "sampling.top_p"
+    assert translated(served, request).sampling.processors == PLAIN
+
+
+@pytest.mark.parametrize(
+    ("request_", "field"),
+    [
+        (message(sampling=pb.Sampling(top_k=-2)), "sampling.top_k"),
+        (message(sampling=pb.Sampling(top_p=0.0)), "sampling.top_p"),
+        (message(sampling=pb.Sampling(top_p=1.1)), "sampling.top_p"),
+        (message(sampling=pb.Sampling(top_p=math.nan)), "sampling.top_p"),
+        (message(sampling=pb.Sampling(min_p=-0.1)), "sampling.min_p"),
+        (message(sampling=pb.Sampling(min_p=math.nan)), "sampling.min_p"),
+        (message(sampling=pb.Sampling(presence_penalty=2.1)), "sampling.presence_penalty"),
+        (message(sampling=pb.Sampling(frequency_penalty=-2.1)), "sampling.frequency_penalty"),
+        (message(sampling=pb.Sampling(repetition_penalty=0.0)), "sampling.repetition_penalty"),
+        (message(sampling=pb.Sampling(repetition_penalty=math.inf)), "sampling.repetition_penalty"),
+        (message(sampling=pb.Sampling(logit_bias={5: 100.5})), "sampling.logit_bias[5]"),
+        (message(sampling=pb.Sampling(logit_bias={5: math.nan})), "sampling.logit_bias[5]"),
+        (message(sampling=pb.Sampling(logit_bias={-1: 1.0})), "sampling.logit_bias[-1]"),
+        (message(sampling=pb.Sampling(logit_bias={385: 1.0})), "sampling.logit_bias[385]"),
+        (
+            message(sampling=pb.Sampling(logit_bias=dict.fromkeys(range(1025), 1.0))),
+            "sampling.logit_bias",
+        ),
+        (message(sampling=pb.Sampling(allowed_token_ids=[-1])), "sampling.allowed_token_ids[0]"),
+        (message(sampling=pb.Sampling(no_repeat_ngram=1)), "sampling.no_repeat_ngram"),
+        (message(sampling=pb.Sampling(no_repeat_ngram=65)), "sampling.no_repeat_ngram"),
+        (message(sampling=pb.Sampling(rule=17)), "sampling.rule"),  # type: ignore[arg-type]
+        (
+            message(sampling=pb.Sampling(rule=pb.RULE_GREEDY, temperature=1)),
+            "sampling.rule",
+        ),
+        (
+            message(sampling=pb.Sampling(rule=pb.RULE_TYPICAL, temperature=1)),
+            "sampling.rule",
+        ),
+        (message(stopping=pb.Stopping(min_tokens=-1)), "stopping.min_tokens"),
+        (message(stopping=pb.Stopping(min_tokens=5, max_tokens=4)), "stopping.min_tokens"),
+        (message(stopping=pb.Stopping(min_tokens=62)), "stopping.min_tokens"),
+        (message(scoring=pb.Scoring(logprobs=21)), "scoring.logprobs"),
+        (message(scoring=pb.Scoring(prompt_logprobs=-1)), "scoring.prompt_logprobs"),
+        (message(scoring=pb.Scoring(processed=True)), "scoring.processed"),
+        (message(n=0), "n"),
+        (message(n=17), "n"),
+        (message(n=2, resumed_tokens=[30]), "n"),
+    ],
+)
+def test_how_tokens_cannot_be_chosen_is_named(
+    served: Served, request_: pb.GenerateStreamRequest, field: str
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        requests_from(request_, served, DEFAULTS)
+    assert caught.value.field == field
+
+
+def test_ends_are_withheld_for_the_least_number_of_tokens(served: Served) -> None:
+    asked = message(stopping=pb.Stopping(min_tokens=5, stop_token_ids=[30]))
+    processors = translated(served, asked).sampling.processors
+    assert (processors.min_tokens, processors.withheld) == (5, (*served.tokenizer.eos_ids, 30))
+    only_ends = pb.Sampling(allowed_token_ids=[30])
+    impossible = message(
+        sampling=only_ends, stopping=pb.Stopping(min_tokens=5, stop_token_ids=[30])
+    )
+    assert refusal(served, impossible).field == "sampling.allowed_token_ids"
+
+
+def test_nothing_is_withheld_where_nothing_ends(served: Served) -> None:
+    endless = message(stopping=pb.Stopping(min_tokens=5, ignore_eos=True))
+    assert translated(served, endless).sampling.processors == PLAIN
+
+
+def test_every_rule_is_greedy_at_temperature_0(served: Served) -> None:
+    for rule in (pb.RULE_REJECTION, pb.RULE_SAMPLED):
+        cold = translated(served, message(sampling=pb.Sampling(rule=rule)))
+        assert cold.sampling.rule == "match"
+        warm = translated(served, message(sampling=pb.Sampling(rule=rule, temperature=1)))
+        assert warm.sampling.rule == RULES[rule]
+
+
+def test_a_lossy_rule_needs_the_servers_consent(served: Served) -> None:
+    asked = message(sampling=pb.Sampling(rule=pb.RULE_TYPICAL, temperature=1))
+    assert "allow_lossy" in refusal(served, asked).problem
+    consenting = replace(served, allow_lossy=True)
+    assert translated(consenting, asked).sampling.rule == "typical"
+
+
+@pytest.mark.parametrize("rule", [pb.RULE_REJECTION, pb.RULE_SAMPLED])
+def test_what_depends_on_guesses_is_not_resumed(served: Served, rule: pb.Rule) -> None:
+    warm = pb.Sampling(rule=rule, temperature=1, seed=4)
+    with pytest.raises(ResumeRefused, match="start anew"):
+        translated(served, message(sampling=warm, resumed_tokens=[30]))
+    cold = pb.Sampling(rule=rule)
+    assert translated(served, message(sampling=cold, resumed_tokens=[30])).resumed == (30,)
+
+
+def test_a_scored_prompt_is_computed_anew(served: Served) -> None:
+    asked = translated(served, message(scoring=pb.Scoring(prompt_logprobs=0)))
+    assert (asked.scoring, asked.prefix_cache) == (Scoring(-1, 0), False)
+    nothing = translated(served, message(stopping=pb.Stopping(max_tokens=0)))
+    assert nothing.max_tokens == 0
+
+
+def test_choices_share_a_prompt_and_have_seeds_of_their_own(served: Served) -> None:
+    asked = message(
+        request_id="mine",
+        n=3,
+        sampling=pb.Sampling(temperature=1, seed=7),
+        scoring=pb.Scoring(prompt_logprobs=1, logprobs=1),
+    )
+    first, second, third = requests_from(asked, served, DEFAULTS)
+    assert (first.request_id, first.sampling.seed, first.parent) == ("mine", 7, "")
+    assert [second.request_id, third.request_id] == ["mine#1", "mine#2"]
+    assert second.parent == third.parent == "mine"
+    assert len({7, second.sampling.seed, third.sampling.seed}) == 3
+    assert (first.scoring.prompt, second.scoring.prompt, second.scoring.output) == (1, -1, 1)
+    alone = translated(
+        served, message(sampling=pb.Sampling(temperature=1, seed=second.sampling.seed))
+    )
+    assert alone.sampling == second.sampling
 
 
 @pytest.mark.parametrize(
@@ -309,6 +380,7 @@ def test_neutral_values_of_later_fields_are_taken(served: Served) -> None:
         (lambda request, more: request.stopping.MergeFromString(more), "stopping"),
         (lambda request, more: request.speculation.MergeFromString(more), "speculation"),
         (lambda request, more: request.prefix_cache.MergeFromString(more), "prefix_cache"),
+        (lambda request, more: request.scoring.MergeFromString(more), "scoring"),
         (lambda request, more: request.token_ids.MergeFromString(more), "token_ids"),
     ],
 )
@@ -362,8 +434,9 @@ def test_any_request_is_sound_or_refused(
         return
     vocab = range(served.tokenizer.vocab_size)
     assert all(id in vocab for id in (*made.prompt, *made.resumed, *made.stop_token_ids))
-    assert 0 < len(made.prompt) < len(made.prompt) + made.max_tokens <= served.max_context
-    assert len(made.resumed) < made.max_tokens
+    assert made.prompt
+    assert len(made.prompt) <= len(made.prompt) + made.max_tokens <= served.max_context
+    assert not made.resumed or len(made.resumed) < made.max_tokens
     assert 0 <= made.sampling.temperature <= 10
     assert 0 <= made.sampling.seed < 2**63
     assert all(made.stop_strings)

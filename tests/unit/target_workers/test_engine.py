@@ -7,13 +7,11 @@ from dataclasses import replace
 import pytest
 
 from protos.messages import (
-    GREEDY,
     Advance,
     Audit,
     Extend,
     Held,
     Message,
-    Sampling,
     Step,
     StepClose,
     StepOpen,
@@ -21,8 +19,11 @@ from protos.messages import (
     TreeNode,
     Verdict,
 )
+from protos.sampling import GREEDY, Sampling
 from protos.worker import ProtocolError
+from target_workers.drawn import Decided
 from target_workers.engine import TargetEngine
+from target_workers.model.chooser import Choosers
 from target_workers.model.run import Run
 from target_workers.pages import Slots
 from target_workers.rows import Draws
@@ -30,6 +31,7 @@ from tests.duo import audit, counts, step
 from tests.script_lm import ScriptForward, ScriptLM, Shape, ref_decode, script_target
 
 LM = ScriptLM(vocab=16, seed=3)
+CHOOSERS = Choosers(LM.vocab)
 PROMPT = (1, 2, 3, 4, 5)
 SHAPE = Shape()
 SAMPLINGS = (GREEDY, Sampling(0.8, 11))
@@ -145,7 +147,7 @@ class Spy(ScriptForward):
 def spied(forgetful: bool = False) -> tuple[TargetEngine, Spy]:
     forward = Spy(LM, SHAPE.num_slots)
     forward.forgetful = forgetful
-    return TargetEngine(SHAPE.hello("target", LM), forward, lambda _: None), forward
+    return TargetEngine(SHAPE.hello("target", LM), forward, CHOOSERS), forward
 
 
 def test_the_kept_nodes_of_a_chain_are_where_they_belong() -> None:
@@ -268,14 +270,14 @@ def test_no_guess_ends_a_sequence() -> None:
 class Poisoned(ScriptForward):
     """Raises while token 13 is among the rows, as a kernel does over an index it cannot take."""
 
-    def choose(self, runs: Sequence[Run], draws: Draws) -> tuple[list[int], list[bool]]:
+    def decide(self, runs: Sequence[Run], draws: Draws) -> Decided:
         if any(13 in run.tokens.tolist() for run in runs):
             raise IndexError("planted")
-        return super().choose(runs, draws)
+        return super().decide(runs, draws)
 
 
 def poisoned() -> TargetEngine:
-    return TargetEngine(SHAPE.hello("target", LM), Poisoned(LM, SHAPE.num_slots), lambda _: None)
+    return TargetEngine(SHAPE.hello("target", LM), Poisoned(LM, SHAPE.num_slots), CHOOSERS)
 
 
 @pytest.mark.parametrize("poison", [(1, 13), (1, 13, 2, 2)])
@@ -450,7 +452,8 @@ def test_a_worst_case_drafter_leaves_no_trace_in_the_cache() -> None:
 def test_cores_are_set_when_they_change() -> None:
     asked: list[int] = []
     forward = ScriptForward(LM, SHAPE.num_slots)
-    engine = TargetEngine(SHAPE.hello("target", LM), forward, asked.append)
+    forward.set_cores = asked.append  # type: ignore[method-assign]
+    engine = TargetEngine(SHAPE.hello("target", LM), forward, CHOOSERS)
     for number, cores in enumerate((0, 2, 2, 0, 1, 2), start=1):
         run(engine, step(number, cores=cores))
     assert asked == [2, 1, 2]
@@ -459,7 +462,7 @@ def test_cores_are_set_when_they_change() -> None:
 def test_times_are_those_of_the_forward_and_of_the_wait_before() -> None:
     times = iter((10.0, 13.0, 14.0, 18.0, 21.0, 22.0, 22.5))
     forward = ScriptForward(LM, SHAPE.num_slots)
-    engine = TargetEngine(SHAPE.hello("target", LM), forward, lambda _: None, lambda: next(times))
+    engine = TargetEngine(SHAPE.hello("target", LM), forward, CHOOSERS, lambda: next(times))
     opens = [StepOpen(1, PROMPT, GREEDY)]
     stepped = run(engine, step(1, opens, [Extend(1, 0, PROMPT)]))
     assert (stepped.idle_s, stepped.forward_s) == (3.0, 4.0)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from orchestrator.ledger import Ledger
-from protos.messages import GREEDY, Extend, Held, Sampling, StepClose, StepOpen, TreeNode
+from protos.messages import Extend, Held, StepClose, StepOpen, TreeNode
+from protos.sampling import GREEDY, Sampling
 from target_workers.pages import Pages
 from tests.cached_lm import CachedForward
 from tests.driver import Driver

@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from protos.codec import row_hash
-from protos.messages import GREEDY, Extend, Join, Step, StepOpen, Stepped, TreeNode
+from protos.messages import Extend, Join, Step, StepOpen, Stepped, TreeNode
+from protos.sampling import GREEDY, Processors, Sampling, Scoring
 from protos.worker import GroupBroken, ProtocolError
 from target_workers.config import TargetConfig
 from target_workers.forward import load_target
 from target_workers.model.run import Run
 from target_workers.model.shard import Shard
 from target_workers.rows import Draws
+from tests.driver import Driver
 from tests.duo import Duo, counts, step
 from tests.ranks import LOOPBACK, Ranks, grouped, joins_of, ranked
 from tests.tiny import make_tiny_llama
@@ -118,6 +120,38 @@ def test_another_answer_to_the_last_step_is_found_out(pair: Ranks) -> None:
     assert kinds(pair.errors(step(2, [StepOpen(2, PROMPT, GREEDY)]))) == ["GroupBroken"] * 2
 
 
+def test_scores_and_reasons_are_the_first_ranks_and_agreed_on(
+    pair: Ranks, config: TargetConfig
+) -> None:
+    """Every rule and end of a sequence goes through the group, and it goes on."""
+    whole = Driver(load_target(config, vocab_hash="", incarnation=1))
+    ranks = Driver(pair)
+    size, nodes = len(PROMPT), (TreeNode(-1, 7), TreeNode(0, 8), TreeNode(-1, 9))
+    penalised = Processors(repetition_penalty=1.5, top_k=5, withheld=(2,), min_tokens=3)
+    opens = [
+        StepOpen(1, PROMPT, Sampling(0.8, 3, "match", penalised, size), scoring=Scoring(2, 1)),
+        StepOpen(2, PROMPT, Sampling(0.8, 3, "rejection", prompt_tokens=size)),
+        StepOpen(3, PROMPT, Sampling(processors=Processors(allowed=(5,), no_repeat_ngram=1))),
+    ]
+    extends = [Extend(each.seq, 0, PROMPT, nodes) for each in opens]
+    one, two = (driver.send(opens, extends) for driver in (whole, ranks))
+    assert [v.error for v in two.verdicts] == [v.error for v in one.verdicts]
+    assert [v.next_token for v in two.verdicts] == [v.next_token for v in one.verdicts]
+    assert "no token can follow position 6" in two.verdicts[2].error
+    for scored, expected in (
+        (two.verdicts[0].scores, one.verdicts[0].scores),
+        (two.prompts[0].scores, one.prompts[0].scores),
+    ):
+        assert [score.logprob for score in scored] == pytest.approx(
+            [score.logprob for score in expected], abs=1e-4
+        )
+    for driver, (first, second, _) in ((whole, one.verdicts), (ranks, two.verdicts)):
+        for verdict in (first, second):
+            tail = [*(nodes[i].token for i in verdict.walk), verdict.next_token][-1]
+            again = driver.extend(verdict.seq, size + len(verdict.walk), (tail,), keep=verdict.walk)
+            assert again.error == ""
+
+
 def test_times_are_no_part_of_an_answer(pair: Ranks) -> None:
     for rank, engine in enumerate(pair.engines):
         engine._peers.answered(Stepped(1, (), (), 0, forward_s=float(rank), idle_s=float(rank)))
@@ -133,7 +167,7 @@ def test_a_forward_that_fails_on_one_rank_ends_the_group_and_is_not_tried_again(
         calls.append(1)
         raise MemoryError("planted")
 
-    monkeypatch.setattr(pair.engines[1]._forward, "_choose", fail)
+    monkeypatch.setattr(pair.engines[1]._forward, "_decide", fail)
     two = [StepOpen(1, PROMPT, GREEDY), StepOpen(2, PROMPT, GREEDY)]
     errors = pair.errors(step(1, two, [Extend(1, 0, PROMPT), Extend(2, 0, PROMPT)]))
     assert errors == ["GroupBroken: rank 1: its forward failed: MemoryError: planted"] * 2

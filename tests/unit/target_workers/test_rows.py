@@ -5,9 +5,12 @@ import random
 import numpy as np
 import pytest
 
-from protos.messages import GREEDY, Extend, Sampling, TreeNode
+from protos.messages import Extend, TreeNode
+from protos.sampling import GREEDY, Sampling
+from target_workers.model.chooser import Chooser
 from target_workers.rows import Layout, chains
 
+PLAIN = Chooser(GREEDY)
 SLOTS = np.arange(100, 140, dtype=np.int64)
 
 
@@ -17,12 +20,13 @@ def tree(*nodes: tuple[int, int]) -> tuple[TreeNode, ...]:
 
 def test_a_chain_is_one_run_with_its_tokens() -> None:
     layout = Layout()
-    draws = layout.add(Extend(1, 3, (7, 8), tree((-1, 5), (0, 6))), SLOTS, GREEDY)
+    layout.add(Extend(1, 3, (7, 8), tree((-1, 5), (0, 6))), SLOTS, PLAIN)
     (run,) = layout.runs
     assert run.tokens.tolist() == [7, 8, 5, 6]
     assert run.slots.tolist() == [103, 104, 105, 106]
     assert run.history.tolist() == [100, 101, 102]
-    assert list(draws) == [0, 1, 2]
+    (block,) = layout.draws.blocks
+    assert (list(block.draws), block.end) == ([0, 1, 2], 5)
     assert layout.draws.rows == [1, 2, 3]
     assert layout.draws.positions == [5, 6, 7]
 
@@ -30,7 +34,7 @@ def test_a_chain_is_one_run_with_its_tokens() -> None:
 def test_a_side_branch_sees_its_ancestors_and_no_other_branch() -> None:
     layout = Layout()
     nodes = tree((-1, 5), (-1, 6), (0, 7), (1, 8), (0, 9))
-    layout.add(Extend(1, 2, (4,), nodes), SLOTS, GREEDY)
+    layout.add(Extend(1, 2, (4,), nodes), SLOTS, PLAIN)
     trunk, second, third = layout.runs
     assert (trunk.tokens.tolist(), trunk.slots.tolist()) == ([4, 5, 7], [102, 103, 105])
     assert (second.tokens.tolist(), second.start) == ([6, 8], 3)
@@ -44,21 +48,34 @@ def test_a_side_branch_sees_its_ancestors_and_no_other_branch() -> None:
 
 def test_a_prefill_chunk_decides_nothing() -> None:
     layout = Layout()
-    draws = layout.add(Extend(1, 0, (1, 2, 3)), SLOTS, None)
-    assert not draws
+    layout.add(Extend(1, 0, (1, 2, 3)), SLOTS, None)
     assert layout.num_rows == 3
-    assert layout.draws.rows == []
+    assert (layout.draws.rows, layout.draws.blocks) == ([], [])
 
 
-def test_extends_follow_each_other_with_their_own_sampling() -> None:
+def test_a_prompt_is_scored_after_the_rows_of_its_extend() -> None:
     layout = Layout()
     layout.add(Extend(1, 0, (1, 2, 3)), SLOTS, None)
-    first = layout.add(Extend(2, 0, (1, 2), tree((-1, 5))), SLOTS, Sampling(0.5, 7))
-    second = layout.add(Extend(3, 4, (9,)), SLOTS, GREEDY)
-    assert (list(first), list(second)) == ([0, 1], [2])
+    layout.score((5, 6), 2)
+    layout.add(Extend(2, 4, (4, 5)), SLOTS, None)
+    (prompt,) = layout.draws.prompts
+    assert (prompt.rows, prompt.tokens, prompt.best) == (slice(3, 5), (5, 6), 2)
+    assert [(piece.rows, piece.tokens) for piece in prompt.pieces(1)] == [
+        (slice(3, 4), (5,)),
+        (slice(4, 5), (6,)),
+    ]
+
+
+def test_extends_follow_each_other_with_their_own_choosers() -> None:
+    layout = Layout()
+    seeded = Chooser(Sampling(0.5, 7))
+    layout.add(Extend(1, 0, (1, 2, 3)), SLOTS, None)
+    layout.add(Extend(2, 0, (1, 2), tree((-1, 5))), SLOTS, seeded)
+    layout.add(Extend(3, 4, (9,)), SLOTS, PLAIN)
+    first, second = layout.draws.blocks
+    assert (list(first.draws), list(second.draws)) == ([0, 1], [2])
     assert layout.draws.rows == [4, 5, 6]
-    assert layout.draws.temperatures == [0.5, 0.5, 0.0]
-    assert layout.draws.seeds == [7, 7, 0]
+    assert (first.chooser, second.chooser) == (seeded, PLAIN)
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -66,7 +83,7 @@ def test_every_node_of_any_tree_sees_its_path(seed: int) -> None:
     draw = random.Random(seed)
     nodes = tree(*((draw.randrange(-1, i), i) for i in range(15)))
     layout = Layout()
-    layout.add(Extend(1, 5, (50, 51), nodes), SLOTS, GREEDY)
+    layout.add(Extend(1, 5, (50, 51), nodes), SLOTS, PLAIN)
     seen: dict[int, list[int]] = {}
     for run in layout.runs:
         path = run.history.tolist()

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from protos.messages import GREEDY, Extend, Held, Sampling, StepClose, StepOpen, TreeNode
+from protos.messages import Extend, Held, StepClose, StepOpen, TreeNode
+from protos.sampling import GREEDY, Sampling
 from tests.driver import Driver
 from tests.duo import audit, counts
 from tests.script_lm import ScriptLM, Shape, ref_decode, script_target
