@@ -7,6 +7,7 @@ which target ids it knows), as EAGLE-3 checkpoints do. Int8 matrices have a floa
 """
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -94,6 +95,8 @@ def save_student(
             tensors[name] = tensor.bfloat16().contiguous()
     (folder / "config.json").write_text(json.dumps({**config, **extra}, indent=2) + "\n")
     save_file(tensors, folder / SINGLE_FILE)
+    # safetensors lets its owner alone read a file.
+    shutil.copymode(folder / "config.json", folder / SINGLE_FILE)
 
 
 def own_tensors(decoder: TorchDecoder) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """`paceline capture`: has a target write a corpus to train drafters on."""
 
 import hashlib
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from filelock import FileLock, Timeout
 
 from drafter_workers.training.capture import HEAD_ROWS, Capture, CaptureConfig, use_threads
 from drafter_workers.training.conversation import Plan
-from drafter_workers.training.corpus import Corpus, Document, Kept, Origin
+from drafter_workers.training.corpus import HEADER, Corpus, Document, Kept, Origin
 from drafter_workers.training.corpus_writer import CorpusWriter
 from drafter_workers.training.openers import OPENERS
 from drafter_workers.training.overlap import KeptOut
@@ -69,6 +70,8 @@ def capture(job: CaptureJob, say: Say, progress: Progress) -> int:
 
     Goes on with what an interrupted run left. Raises ConfigError, CorpusError or ModelError.
     """
+    if job.threads > (cores := os.cpu_count() or 1):
+        raise ConfigError(f"--threads {job.threads} are too many: the machine has {cores} cores")
     folder = resolve(job.target)
     model, tokenizer = ModelConfig.from_folder(folder), load_tokenizer(folder)
     settings = _settings(job, model, tokenizer)
@@ -123,7 +126,9 @@ def _target(job: CaptureJob, folder: Path, settings: CaptureConfig, say: Say) ->
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Holds a folder for one capture. Raises ConfigError if another one has it."""
+    """Holds a folder for one capture. Raises ConfigError if another one or a model has it."""
+    if (folder / "config.json").is_file() and not (folder / HEADER).is_file():
+        raise ConfigError(f"{folder} holds a model; give another folder for the corpus")
     lock = FileLock(folder / ".lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)

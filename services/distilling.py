@@ -28,7 +28,14 @@ from drafter_workers.training.loop import (
 )
 from drafter_workers.training.on_policy import OnPolicy, OnPolicyConfig
 from drafter_workers.training.overlap import KeptOut
-from drafter_workers.training.run_folder import alone, append, claim, followed, records_until
+from drafter_workers.training.run_folder import (
+    alone,
+    append,
+    claim,
+    followed,
+    records_until,
+    writing,
+)
 from drafter_workers.training.teachers import (
     Asked,
     Ensemble,
@@ -130,15 +137,19 @@ def _train(job: DistillJob, say: Say, told: Told, workers: Workers) -> None:
         )
     corpora = _corpora(job, tokenizer, model_hash(folder))
     batches = Batches(corpora, job.batches)
-    say(f"{batches.tokens} tokens an epoch")
     layers = job.layers or spread(config.num_layers, 4)
     ends = frozenset({*tokenizer.eos_ids, *config.eos_tokens})
     ids = most_used(corpora, job.draft_vocab, ends) if job.draft_vocab else None
     borrowed = Borrowed(ends_hash(folder), ids)
     planted = job.out / PLANTED / str(workers.rank)
-    plant(folder, planted, layers, borrowed)
+    with writing(planted):
+        plant(folder, planted, layers, borrowed)
     student = load_reference(planted, dtype=DTYPES["fp32"], part=Part(loan=borrowed.loan(folder)))
     known = ids or tuple(range(config.vocab_size))
+    say(
+        f"a student of layers {', '.join(map(str, layers))} of {config.num_layers}, with "
+        f"{len(known)} tokens to propose; {batches.tokens} tokens an epoch"
+    )
     task = _task(job, folder, corpora[0].origin, student, known)
     source: Source = batches
     if job.on_policy:
@@ -158,7 +169,8 @@ def _train(job: DistillJob, say: Say, told: Told, workers: Workers) -> None:
     train(task, source, job.loop, Host(job.out, tell, workers))
     if is_first:
         _export(job, student, planted_config(read_config(folder), layers), borrowed)
-        card(job.out, asdict(job), sum(corpus.size for corpus in corpora), records)
+        with writing(job.out):
+            card(job.out, asdict(job), sum(corpus.size for corpus in corpora), records)
 
 
 def _export(

@@ -22,7 +22,7 @@ class Prompt:
 def read_prompts(path: Path) -> tuple[Prompt, ...]:
     """All prompts of a file; `kind` or `category` names the kind. Raises ConfigError."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     prompts = tuple(_prompts(path, lines))
@@ -49,7 +49,7 @@ def _prompts(path: Path, lines: list[str]) -> Iterator[Prompt]:
             continue
         try:
             yield _prompt(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: {error}") from error
 
 
@@ -62,10 +62,14 @@ def _prompt(row: object) -> Prompt:
             said = turns
         case {"prompt": str(prompt)}:
             said = [prompt]
-        case {"messages": [dict(), *_] as messages}:
-            said = [str(each.get("content", "")) for each in messages if each.get("role") == "user"]
+        case {"messages": [dict(), *_] as messages} if all(isinstance(m, dict) for m in messages):
+            said = [each.get("content") for each in messages if each.get("role") == "user"]
         case _:
             raise ValueError(f"has none of {COLUMNS}; it has {', '.join(row) or 'nothing'}")
+    if not all(isinstance(turn, str) for turn in said):
+        raise ValueError("has a `content` by the user that is no text")
     if not said or not all(turn.strip() for turn in said):
         raise ValueError("has an empty turn, or none by the user")
+    for turn in said:
+        turn.encode()  # half a pair of surrogates is no text
     return Prompt(str(row.get("kind") or row.get("category") or "all"), tuple(said))

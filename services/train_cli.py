@@ -33,7 +33,7 @@ def capture(
     batch: Annotated[int, typer.Option(min=1, help="conversations at once")] = 64,
     max_length: Annotated[int, typer.Option(min=32, help="tokens of a conversation")] = 768,
     threads: Annotated[int, typer.Option(min=0, help="0: all cores")] = 0,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Have a target write conversations, to train drafters on what it says."""
     from services.capturing import CaptureJob
@@ -53,7 +53,7 @@ def capture(
         seed=seed,
     )
     with terminal.stage_bars() as bars:
-        _guarded(lambda: run(job, terminal.err.print, bars))
+        _guarded(lambda: run(job, _say, bars))
 
 
 @train.command()
@@ -77,7 +77,7 @@ def distill(
     int8: Annotated[bool, typer.Option("--int8", help="export matrices as int8")] = False,
     workers: Annotated[int, typer.Option(min=1, help="devices, by Ray Train if several")] = 1,
     keep_out: KeepOut = None,
-    seed: Annotated[int, typer.Option()] = 0,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Distil a student: fewer of the target's layers that say what the target would say."""
     from drafter_workers.methods.student import DistillConfig
@@ -104,19 +104,28 @@ def distill(
             batches=BatchConfig(length, tokens, seed),
             loop=LoopConfig(steps, rate, seed=seed),
         )
-        run(job, terminal.err.print, lambda record: terminal.err.print(line(record)))
+        run(job, _say, lambda record: _say(line(record)))
 
     _guarded(work)
 
 
 def kept_out(named: list[Path] | None) -> tuple[Path, ...]:
-    """The benchmark prompts to keep out: those named, and the project's own where they lie."""
+    """The benchmark prompts to keep out: those named, and the project's own where they lie.
+
+    They are looked for from here up and from this file up.
+    """
+    here, this = Path.cwd(), Path(__file__).resolve()
     own = [
         path
-        for root in (Path.cwd(), *Path.cwd().parents)
+        for root in (here, *here.parents, *this.parents)
         for path in (root / "tests/data/prompts.jsonl", root / BENCHMARK)
     ]
     return tuple(dict.fromkeys([*(named or ()), *(path for path in own if path.is_file())]))
+
+
+def _say(text: str) -> None:
+    """A line to the user, as it is: a log may be kept of them."""
+    terminal.err.print(text, markup=False, soft_wrap=True)
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -135,6 +144,9 @@ def _guarded(work: Callable[[], object]) -> None:
 
     try:
         work()
+    except KeyboardInterrupt:
+        _say("stopped; the same command goes on from what is kept")
+        raise
     except PacelineError:
         raise
     except (CorpusError, TrainingError, ModelError, PullError, ValueError, OSError) as error:

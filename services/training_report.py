@@ -7,6 +7,7 @@ from pathlib import Path
 
 from drafter_workers.training.curves import draw
 from drafter_workers.training.loop import Record
+from drafter_workers.training.run_folder import write_whole
 
 CURVES, CARD = "curves.png", "README.md"
 
@@ -26,11 +27,12 @@ def card(folder: Path, job: Mapping[str, object], tokens: int, records: Sequence
     loss = losses[-1].values["loss"] if losses else math.nan
     quality = looks[-1].values if looks else {}
     measured = "\n".join(f"| {name} | {value:.3f} |" for name, value in quality.items())
-    (folder / CARD).write_text(
+    write_whole(
+        folder / CARD,
         f"# A student of {job['target']}\n\n"
         f"Trained for {records[-1].step if records else 0} steps on {tokens} tokens of "
         f"conversations in which the target answers; the last mean loss is {loss:.4f}.\n\n"
         f"On held-out documents, teacher-forced:\n\n| | |\n|---|---|\n{measured}\n\n"
         f"![curves]({CURVES})\n\n"
-        f"Options of the run:\n\n```json\n{json.dumps(job, indent=1, default=str)}\n```\n"
+        f"Options of the run:\n\n```json\n{json.dumps(job, indent=1, default=str)}\n```\n",
     )

@@ -153,7 +153,10 @@ def _common_parts(corpora: Sequence[Corpus]) -> tuple[str, ...]:
     """What is kept in all of them: of one target, and none twice. Raises CorpusError."""
     origins = [corpus.origin for corpus in corpora]
     if len({(origin.target_hash, origin.kept) for origin in origins}) != 1:
-        raise CorpusError("the corpora are of different targets or keep different things")
+        raise CorpusError(
+            "the corpora are of different targets or keep different things; capture them with the "
+            "same --target, --keep and --top, or leave some out"
+        )
     if len(set(origins)) < len(origins):
         raise CorpusError(
             "two of the corpora are the same documents: what is held out of one is in the other; "

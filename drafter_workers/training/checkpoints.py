@@ -11,6 +11,7 @@ from torch import nn
 from drafter_workers.training.errors import TrainingError
 
 FILE = "checkpoint.pt"
+KEYS = {"step", "trained", "optimiser"}
 # What torch says of a file that is cut short or something else.
 UNREADABLE = (OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError)
 
@@ -71,7 +72,10 @@ def restore(folder: Path, module: nn.Module, optimiser: torch.optim.Optimizer) -
     with torch.no_grad():
         for name, each in trained.items():
             each.copy_(state["trained"][name])
-    optimiser.load_state_dict(state["optimiser"])
+    try:
+        optimiser.load_state_dict(state["optimiser"])
+    except UNREADABLE as error:
+        raise _unreadable(path, error) from error
     return int(state["step"])
 
 
@@ -79,9 +83,15 @@ def _load(path: Path, *, mapped: bool = False) -> dict[str, Any]:
     """The whole, or mapped: then only what is looked at is read. Raises TrainingError."""
     try:
         state: dict[str, Any] = torch.load(path, weights_only=True, mmap=mapped)
+        if not isinstance(state, dict) or state.keys() != KEYS:
+            raise ValueError("it is something else")
         return state
     except UNREADABLE as error:
-        cause = str(error).split("\n")[0]
-        raise TrainingError(
-            f"{path} cannot be read ({type(error).__name__}: {cause}); delete it to start anew"
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> TrainingError:
+    cause = str(error).split("\n")[0].split(". ")[0]
+    return TrainingError(
+        f"{path} cannot be read ({type(error).__name__}: {cause}); delete it to start anew"
+    )

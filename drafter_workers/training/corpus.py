@@ -81,13 +81,14 @@ class Shard:
         try:
             self._file = safe_open(path, framework="pt")
             self.names = frozenset(self._file.keys())
-            self.tokens = self._array("tokens")  # int32 [n]
-            self.answers = self._array("answers").view(bool)
-            self.bounds = self._array("bounds")
-            self.numbers = self._array("numbers")
+            self.tokens = self._array("tokens", np.int32)
+            self.answers = self._array("answers", np.uint8).view(bool)
+            self.bounds = self._array("bounds", np.int64)
+            self.numbers = self._array("numbers", np.int64)
             has_left_out = "left_out" in self.names
-            self.left_out = self._array("left_out") if has_left_out else self.numbers[:0]
-        except (SafetensorError, OSError) as error:
+            self.left_out = self._array("left_out", np.int64) if has_left_out else self.numbers[:0]
+            self._check()
+        except (SafetensorError, OSError, ValueError) as error:
             raise CorpusError(
                 f"{path} is no whole shard ({error}); delete it and run the same capture again"
             ) from error
@@ -97,9 +98,25 @@ class Shard:
         rows: Tensor = self._file.get_slice(name)[begin:end]
         return rows
 
-    def _array(self, name: str) -> NDArray[Any]:
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of what is kept under `name`."""
+        return tuple(self._file.get_slice(name).get_shape())
+
+    def _array(self, name: str, kind: type[np.integer[Any]]) -> NDArray[Any]:
         array: NDArray[Any] = self._file.get_tensor(name).numpy()
+        if array.dtype != kind or array.ndim != 1:
+            raise ValueError(f"its {name} are no row of {kind.__name__}")
         return array
+
+    def _check(self) -> None:
+        """Raise ValueError if its arrays do not belong together."""
+        if len(self.answers) != len(self.tokens):
+            raise ValueError("it has other answers than tokens")
+        ends = (0, len(self.tokens))
+        if len(self.bounds) != len(self.numbers) + 1 or (self.bounds[0], self.bounds[-1]) != ends:
+            raise ValueError("its bounds are not those of its documents")
+        if (np.diff(self.bounds) < 1).any():
+            raise ValueError("a document ends before it begins")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,10 +141,9 @@ class Corpus:
         if not self.shards:
             raise CorpusError(f"{folder} has no shard yet; run paceline capture into it")
         for path, shard in zip(shard_paths(folder), self.shards, strict=True):
-            if missing := set(self.origin.kept.parts) - shard.names:
+            if wrong := _unlike(shard, self.origin):
                 raise CorpusError(
-                    f"{path} lacks {', '.join(sorted(missing))}, which {HEADER} promises; "
-                    "delete it and run the same capture again"
+                    f"{path} {wrong} as {HEADER} says; delete it and run the same capture again"
                 )
 
     @property
@@ -160,6 +176,19 @@ class Corpus:
     def part(self, name: str, span: Span) -> Tensor:
         """What is kept under `name` for the tokens of a span."""
         return self.shards[span.shard].part(name, span.begin, span.end)
+
+
+def _unlike(shard: Shard, origin: Origin) -> str:
+    """What a shard lacks of what its origin promises; empty if nothing."""
+    kept, rows = origin.kept, len(shard.tokens)
+    widths = {"states": (kept.state_size,), "log_sums": ()}
+    shapes = {name: (rows, *widths.get(name, (kept.top,))) for name in kept.parts}
+    for name, shape in shapes.items():
+        if name not in shard.names or shard.shape(name) != shape:
+            return f"has no {name} of shape {list(shape)}"
+    if rows and not 0 <= shard.tokens.min() <= shard.tokens.max() < origin.vocab_size:
+        return f"does not have tokens below {origin.vocab_size} alone"
+    return ""
 
 
 def shard_paths(folder: Path) -> list[Path]:

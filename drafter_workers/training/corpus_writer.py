@@ -5,6 +5,7 @@ What was written stays, whatever happens to the next shard: a run goes on from i
 
 import json
 import os
+import shutil
 from dataclasses import asdict
 from pathlib import Path
 
@@ -76,6 +77,8 @@ class CorpusWriter:
         unfinished = path.with_suffix(".part")
         try:
             save_file(_stacked(self._open, self._left_out), unfinished)
+            # safetensors lets its owner alone read a file.
+            shutil.copymode(self._folder / HEADER, unfinished)
             _put_in_place(unfinished, path)
         except (OSError, SafetensorError) as error:
             unfinished.unlink(missing_ok=True)

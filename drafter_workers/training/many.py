@@ -53,6 +53,8 @@ def train_many(work: Callable[[Workers], None], count: int, *, on_gpus: bool) ->
             trainer.fit()
         except TrainingFailedError as error:
             raise TrainingError(_said(error)) from error
+        except SystemExit as stopped:  # what Ray makes of an interrupt
+            raise KeyboardInterrupt from stopped
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 from drafter_workers.training.checkpoints import FILE as CHECKPOINT
 from drafter_workers.training.errors import TrainingError
@@ -18,18 +19,33 @@ FOLLOW_S = 0.5  # between two looks at a log that other processes write
 
 
 @contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Around what is written to a folder. Raises TrainingError if it cannot be."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise _unwritable(folder, error) from error
+
+
+@contextmanager
 def alone(folder: Path) -> Iterator[None]:
     """Holds a folder for one run. Raises TrainingError if it holds a model of someone else's."""
     if (folder / "config.json").is_file() and not (folder / JOB).is_file():
         raise TrainingError(f"{folder} holds a model that no run here made; give another folder")
+    lock = FileLock(folder / ".lock")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".lock", blocking=False):
-            yield
+        lock.acquire(blocking=False)
     except Timeout as error:
         raise TrainingError(
             f"another run trains in {folder}; let it finish or end it, or give another folder"
         ) from error
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def claim(folder: Path, job: Mapping[str, object], free: Sequence[str]) -> None:
@@ -47,14 +63,14 @@ def claim(folder: Path, job: Mapping[str, object], free: Sequence[str]) -> None:
                 f"{folder} holds a run with another {named}; give another folder, or the same "
                 "options to go on with it"
             )
-    _write_whole(path, json.dumps(asked, indent=1) + "\n")
+    write_whole(path, json.dumps(asked, indent=1) + "\n")
 
 
 def records_until(folder: Path, step: int) -> list[Record]:
     """What was told up to a step, 0: nothing. What an interrupted run told later is taken back."""
     kept = _told(folder) if step else []
     records = [record for record in kept if record.step <= step]
-    _write_whole(folder / LOG, "".join(map(_line, records)))
+    write_whole(folder / LOG, "".join(map(_line, records)))
     return records
 
 
@@ -83,7 +99,7 @@ def followed(folder: Path, told: Callable[[Record], object]) -> Iterator[None]:
 
 def append(folder: Path, record: Record) -> None:
     """Write one more line of the log."""
-    with (folder / LOG).open("a") as log:
+    with writing(folder), (folder / LOG).open("a") as log:
         log.write(_line(record))
 
 
@@ -91,33 +107,44 @@ def _line(record: Record) -> str:
     return json.dumps(asdict(record)) + "\n"
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Write a file that is whole or old, whatever happens meanwhile."""
+def _unwritable(folder: Path, error: Exception) -> TrainingError:
+    return TrainingError(
+        f"cannot write to {folder} ({error}); make room there, or make it writable, and run the "
+        "same command again: it goes on from the last checkpoint"
+    )
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is whole or old, whatever happens meanwhile. Raises TrainingError."""
     unfinished = path.with_name(f"{path.name}.part")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    with writing(path.parent):
+        unfinished.write_text(text)
+        unfinished.replace(path)
 
 
 def _told(folder: Path) -> list[Record]:
     path = folder / LOG
-    lines = path.read_text().splitlines() if path.is_file() else []
+    lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
     return [record for line in lines if (record := _record(line))]
 
 
 def _record(text: str) -> Record | None:
     """None for a line that was cut short."""
     try:
-        return Record(**json.loads(text))
-    except (ValueError, TypeError):
+        raw = json.loads(text)
+        return Record(int(raw["step"]), dict(raw["values"]), float(raw["left_s"]))
+    except (ValueError, TypeError, KeyError):
         return None
 
 
 def _read(path: Path) -> dict[str, object]:
     try:
         known: dict[str, object] = json.loads(path.read_text())
+        if not isinstance(known, dict):
+            raise ValueError("it is no JSON object")
+        return known
     except ValueError as error:
         raise TrainingError(f"{path} cannot be read ({error}); give another folder") from error
-    return known
 
 
 def _flat(job: Mapping[str, object]) -> dict[str, object]:

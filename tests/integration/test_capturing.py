@@ -234,6 +234,7 @@ def test_data_that_is_not_there_is_named(job: CaptureJob, tmp_path: Path) -> Non
     [
         ({"keep": "everything"}, "--keep must be states, top or nothing, is 'everything'"),
         ({"max_length": 8}, r"--max-length 8 has no room .* give \d+ or more"),
+        ({"threads": 1 << 20}, r"--threads 1048576 are too many: the machine has \d+ cores"),
         ({"batch": 1 << 40}, r"take .* of memory, the machine has .* smaller --batch"),
     ],
 )
@@ -277,6 +278,13 @@ def test_a_folder_that_cannot_be_made_is_named(job: CaptureJob, tmp_path: Path) 
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write to .* give another folder"):
         run_job(replace(job, out=tmp_path / "file" / "out"))
+
+
+def test_a_folder_with_a_model_is_left_alone(job: CaptureJob) -> None:
+    before = set(Path(job.target).iterdir())
+    with pytest.raises(ConfigError, match="holds a model; give another folder"):
+        run_job(replace(job, out=Path(job.target)))
+    assert set(Path(job.target).iterdir()) == before
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import cast
 import pytest
 import torch
 from filelock import FileLock
+from safetensors import SafetensorError
 from torch import Tensor
 
 from drafter_workers.methods.student import DistillConfig, StudentTask
@@ -118,6 +119,26 @@ def test_a_student_that_is_made_is_left_alone(job: DistillJob) -> None:
     assert (job.out / "README.md").read_text() == "my own words"
     for name in ("config.json", "model.safetensors", "checkpoint.pt", "curves.png"):
         assert (job.out / name).stat().st_mtime_ns == before[job.out / name], name
+
+
+def test_a_disk_that_is_full_at_any_time_leaves_a_run_to_go_on_with(
+    job: DistillJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("No space left on device")
+
+    for name in ("plant", "save_student", "card"):
+        with monkeypatch.context() as patch:
+            patch.setattr(distilling, name, full)
+            with pytest.raises(
+                TrainingError, match=r"No space left .*same command again"
+            ) as raised:
+                run(job)
+        assert str(job.out) in str(raised.value)
+    assert run(job) == [], "it was trained"
+    assert (job.out / "README.md").is_file()
+    modes = {(job.out / name).stat().st_mode for name in ("config.json", "model.safetensors")}
+    assert len(modes) == 1, "who may read one may read the other"
 
 
 def test_a_mistaken_option_does_not_claim_the_folder(job: DistillJob) -> None:

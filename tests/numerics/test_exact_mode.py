@@ -251,7 +251,7 @@ def test_bits_that_depend_on_threads_keep_their_number(
     monkeypatch.setattr(forward, "load_decoder", lambda *_, **__: decoder)
     config = TargetConfig(str(tiny_llama), dtype="fp32", num_pages=8, threads=(1, 2))
     engine = load_target(config, vocab_hash="", incarnation=1)
-    engine._set_cores(2)
+    engine._forward.set_cores(2)
     assert torch.get_num_threads() == 1
 
 

@@ -141,6 +141,16 @@ def test_best_tokens_of_logits_of_any_height_keep_their_chances(height: float, t
     assert float((rest - (1 - true.gather(1, best).sum(-1))).abs().max()) < 0.1
 
 
+def test_what_was_not_kept_is_shared_evenly_by_all_others() -> None:
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(4)).half().float()
+    told = KeptTop(VOCAB, torch.arange(VOCAB)).teach(of_top(logits, 4), torch.ones(6).bool())
+    expected = logits.double().softmax(-1)
+    is_best = torch.zeros_like(expected).scatter(1, logits.topk(4).indices, 1).bool()
+    left = 1 - expected.where(is_best, 0).sum(-1, keepdim=True)
+    expected = expected.where(is_best, left / (VOCAB - 4))
+    torch.testing.assert_close(told.logits.double().softmax(-1), expected, rtol=1e-4, atol=1e-6)
+
+
 class Says:
     """A teacher that says one number."""
 
@@ -207,6 +217,20 @@ def test_a_student_answers_some_batches_itself(
     asking = KeptOrAsked(kept(target, Kept(state_size=64), corpus, ids), ask(target, ids))
     for batch in first[:4]:
         assert asking.teach(batch, picked(batch)).logits.shape[1] == VOCAB
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
+def test_so_many_batches_are_its_own(
+    target: Path, corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
+) -> None:
+    monkeypatch.setattr(OnPolicy, "_answer", lambda self, batch, seed: replace(batch, parts={}))
+    _, student = student_of(target, corpus, tmp_path)
+    batches = Batches([corpus], BatchConfig(length=64, tokens=512))
+    source = OnPolicy(
+        batches, student, tuple(range(VOCAB)), OnPolicyConfig(share, frozenset({END}))
+    )
+    own = sum(not batch.parts for batch in islice(source.steps(0), 200))
+    assert own == pytest.approx(200 * share, abs=100 * share * (1 - share))
 
 
 def test_a_student_that_writes_goes_on_as_if_nothing_had_happened(

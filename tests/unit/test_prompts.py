@@ -37,6 +37,10 @@ def test_every_form_of_a_prompt_is_read(tmp_path: Path) -> None:
     )
 
 
+def test_a_mark_of_byte_order_is_no_text(tmp_path: Path) -> None:
+    assert load(written(tmp_path, '\ufeff{"prompt": "one"}')) == (Prompt("all", ("one",)),)
+
+
 def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
     said = "before\u2028after\x85the end"
     path = written(tmp_path, json.dumps({"prompt": said}, ensure_ascii=False) + "\r", "")
@@ -54,6 +58,11 @@ def test_only_a_line_feed_ends_a_line(tmp_path: Path) -> None:
         ('{"turns": ["a", 2]}', "it has turns"),
         ('{"prompt": 3}', "it has prompt"),
         ('{"turns": ["a", " "]}', "an empty turn"),
+        ('{"messages": [{"role": "user", "content": null}]}', "that is no text"),
+        ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', "that is no text"),
+        ('{"messages": [{"role": "user", "content": "a"}, 5]}', "it has messages"),
+        ('{"prompt": "half a pair: \\ud800"}', "surrogates not allowed"),
+        ("[" * 100_000, "recursion"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: str, wrong: str) -> None:

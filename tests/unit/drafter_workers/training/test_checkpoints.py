@@ -3,6 +3,7 @@
 import resource
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -54,22 +55,28 @@ def test_a_kill_while_writing_leaves_the_last_one(tmp_path: Path) -> None:
     assert restore(tmp_path, *made()) == 2
 
 
-@pytest.fixture
+@contextmanager
 def small_files() -> Iterator[None]:
-    """No file can grow beyond some kilobytes, as on a disk that is full."""
+    """No file can grow beyond some kilobytes meanwhile, as on a disk that is full.
+
+    Not longer than a call: the test runner's own output may be a file too.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-    yield
-    resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    signal.signal(signal.SIGXFSZ, handler)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
-@pytest.mark.usefixtures("small_files")
 def test_a_full_disk_leaves_the_last_one_and_says_so(tmp_path: Path) -> None:
     store(tmp_path, *made(), 1)
-    with pytest.raises(TrainingError, match=r"cannot keep step 2 .*too large.*make room"):
-        store(tmp_path, *made(200), 2)
+    larger = made(200)
+    refused = pytest.raises(TrainingError, match=r"cannot keep step 2 .*too large.*make room")
+    with small_files(), refused:
+        store(tmp_path, *larger, 2)
     assert kept_step(tmp_path) == 1 and [path.name for path in tmp_path.iterdir()] == [FILE]
 
 
@@ -85,3 +92,19 @@ def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     for read in (lambda: restore(tmp_path, *made()), lambda: kept_step(tmp_path)):
         with pytest.raises(TrainingError, match=rf"{FILE} cannot be read .*delete it"):
             read()
+
+
+@pytest.mark.parametrize("content", [[1], {"step": 1}])
+def test_a_file_of_something_else_is_named(tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / FILE)
+    for read in (lambda: restore(tmp_path, *made()), lambda: kept_step(tmp_path)):
+        with pytest.raises(TrainingError, match=rf"{FILE} cannot be read .*delete it"):
+            read()
+
+
+def test_an_optimiser_of_something_else_is_named(tmp_path: Path) -> None:
+    store(tmp_path, *made(), 1)
+    state = torch.load(tmp_path / FILE, weights_only=True)
+    torch.save(state | {"optimiser": {"state": {}}}, tmp_path / FILE)
+    with pytest.raises(TrainingError, match=rf"{FILE} cannot be read .*delete it"):
+        restore(tmp_path, *made())

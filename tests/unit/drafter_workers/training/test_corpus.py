@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from drafter_workers.training import corpus_writer
 from drafter_workers.training.corpus import (
@@ -231,7 +233,7 @@ def strip(folder: Path) -> None:
     [
         (cut, "is no whole shard .* delete it and run the same capture again"),
         (empty, "is no whole shard .* delete it"),
-        (no_parts, "lacks log_sums, states, top_ids, top_logits, .* delete it"),
+        (no_parts, r"has no states of shape \[3, 4\] .* delete it"),
         (garble, "cannot be read .* put it back, or capture into another folder"),
         (drop, r"has shards and no corpus\.json .* put it back, or capture into another folder"),
         (strip, "cannot be read .* put it back"),
@@ -246,6 +248,43 @@ def test_a_spoilt_corpus_is_named(tmp_path: Path, spoil: Callable[[Path], None],
     if spoil is not no_parts:
         with pytest.raises(CorpusError, match=said):
             CorpusWriter(tmp_path, ORIGIN)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("tokens", lambda tokens: tokens - 1000, "does not have tokens below 100 alone"),
+        ("tokens", lambda tokens: tokens + 100, "does not have tokens below 100 alone"),
+        ("tokens", lambda tokens: tokens.double(), r"no whole shard \(its tokens are no row of"),
+        ("answers", lambda answers: answers[:-1], "other answers than tokens"),
+        ("bounds", lambda bounds: bounds + 1, "bounds are not those"),
+        ("bounds", lambda bounds: bounds[:-1], "bounds are not those"),
+        ("bounds", lambda bounds: bounds[[0, 0, 2]], "ends before it begins"),
+        ("states", lambda states: states[:, :3], r"has no states of shape \[18, 4\]"),
+        ("log_sums", lambda sums: sums[1:], r"has no log_sums of shape \[18\]"),
+    ],
+)
+def test_a_shard_whose_parts_do_not_belong_together_is_named(
+    tmp_path: Path, name: str, change: Callable[[Tensor], Tensor], said: str
+) -> None:
+    writer = CorpusWriter(tmp_path, ORIGIN)
+    for number in (0, 1):
+        writer.add(document(number, 9))
+    writer.flush()
+    (path,) = shard_paths(tmp_path)
+    tensors = load_file(path)
+    save_file(tensors | {name: change(tensors[name]).contiguous()}, path)
+    with pytest.raises(CorpusError, match=f"{said}.* delete it and run the same capture again"):
+        Corpus(tmp_path)
+
+
+def test_whoever_may_read_a_corpus_s_header_may_read_its_shards(tmp_path: Path) -> None:
+    writer = CorpusWriter(tmp_path, ORIGIN)
+    (tmp_path / "corpus.json").chmod(0o640)
+    writer.add(document(0, 6))
+    writer.flush()
+    (path,) = shard_paths(tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o640
 
 
 def test_a_folder_without_a_corpus_says_what_to_do(tmp_path: Path) -> None:

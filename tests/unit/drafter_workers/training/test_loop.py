@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from drafter_workers.training import loop as loop_module
 from drafter_workers.training.batches import Batch
 from drafter_workers.training.checkpoints import FILE, kept_step
 from drafter_workers.training.errors import TrainingError
@@ -171,6 +172,42 @@ def test_gradients_are_clipped_at_one(tmp_path: Path, monkeypatch: pytest.Monkey
     assert max(sizes) < 1.0001
     told = [record.values["gradient"] for record in records if "gradient" in record.values]
     assert min(told) > 1, "what is told is the size before"
+
+
+def test_every_step_is_taken_at_its_own_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates: list[float] = []
+    plain = torch.optim.AdamW.step
+
+    def step(self: torch.optim.AdamW, closure: None = None) -> None:
+        rates.extend(group["lr"] for group in self.param_groups)
+        plain(self, closure)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    loop = config(8, rate=0.1)
+    run(Line(), tmp_path, loop)
+    assert rates == [loop.rate_at(step) for step in range(8)]
+    rates.clear()
+    lower = config(12, rate=0.01)
+    run(Line(), tmp_path, lower)
+    assert rates == [lower.rate_at(step) for step in range(8, 12)]
+
+
+@pytest.mark.parametrize("has", [True, False])
+def test_precision_is_mixed_where_the_device_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has: bool
+) -> None:
+    seen: list[bool] = []
+
+    class Spy(Line):
+        def losses(self, batch: Batch, step: int) -> dict[str, Tensor]:
+            seen.append(torch.is_autocast_enabled("cpu"))
+            return super().losses(batch, step)
+
+    monkeypatch.setattr(loop_module, "has_pair_dot", lambda: has)
+    run(Spy(), tmp_path, config(2))
+    assert seen == [has, has]
 
 
 class Threads:
