@@ -26,11 +26,6 @@ class Place:
     sampling: Sampling
     context: Context | None = None
 
-    @property
-    def is_drawn(self) -> bool:
-        """True if the guess must come with the distribution it was drawn from."""
-        return self.sampling.rule == "sampled" and self.sampling.temperature > 0
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ranking:
@@ -59,13 +54,13 @@ class Ranking:
             process(whole, contexts)
         found = self._stated(self._ranked(whole, places, width), places)
         for i, place in enumerate(places):
-            if place.is_drawn:
+            if place.sampling.needs_dists:
                 found[i] = _drawn(whole[i], place)
         return found
 
     def _needs_ids(self, place: Place) -> bool:
         """True if it matters which of the target's ids a logit is of: to noise and processors."""
-        is_noisy = self._goes_by_noise(place) or place.is_drawn
+        is_noisy = self._goes_by_noise(place) or place.sampling.needs_dists
         return is_noisy or place.context is not None
 
     def _goes_by_noise(self, place: Place) -> bool:

@@ -143,8 +143,7 @@ class Core:
     def _begin(self, request: Request, target: int, now: float) -> Sequence:
         tokens = [*request.prompt, *request.resumed]
         mode = request.mode or self.config.mode
-        # What rule `sampled` verifies must have been drawn from a distribution.
-        is_drawn = request.sampling.rule == "sampled"
+        is_drawn = request.sampling.needs_dists
         uses_lookup = self.config.lookup and mode is not Mode.OFF and not is_drawn
         seq = Sequence(
             seq=self._next_seq,

@@ -123,8 +123,7 @@ def plan(
 def _pick(seq: Sequence, end: int, budget: Budget, wanted: int, shape: str) -> Pick:
     rows = budget.rows
     most = budget.reach(end, end + min(wanted, seq.room)) - end
-    # What is verified by rule `sampled` is a chain whose length no draw has decided.
-    nodes = select(seq.tree, most, "chain" if seq.request.sampling.rule == "sampled" else shape)
+    nodes = select(seq.tree, most, "chain" if seq.request.sampling.needs_dists else shape)
     budget.take(end, end + len(nodes))
     return Pick(seq, end, nodes, wanted, _clamp(seq, wanted, rows, most, len(nodes)))
 

@@ -260,7 +260,7 @@ class TargetDesk:
 
 def _dists(seq: Sequence, pick: Pick) -> tuple[bytes, ...]:
     """What each node was drawn from, where the rule asks for it."""
-    is_drawn = seq.request.sampling.rule == "sampled"
+    is_drawn = seq.request.sampling.needs_dists
     return tuple(node.dist for node in pick.nodes) if is_drawn else ()
 
 

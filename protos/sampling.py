@@ -67,6 +67,11 @@ class Sampling:
     processors: Processors = PLAIN
     prompt_tokens: int = 0
 
+    @property
+    def needs_dists(self) -> bool:
+        """True if a guess must come with what it was drawn from, in a chain no draw has cut."""
+        return self.rule == "sampled" and self.temperature > 0
+
 
 GREEDY = Sampling()
 
